@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from batchwright.errors import InputError
+from batchwright.policy.types import Load, StepPlan
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "queue_timeout", "refused", "error"]
 
@@ -84,3 +85,90 @@ def read_records(path: Path) -> Iterator[Record]:
                 raise InputError(
                     f"read records from {path}", f"line {number} is not a record ({error})", "remove or repair the line"
                 ) from error
+
+
+class Recorder:
+    """Turns what a driver (engine or simulator) sees into records; keeps one small object per live request.
+
+    The driver calls `arrived`, then `planned` and `committed` for every step, `token` for every output token, and
+    `ended` exactly once per request. Times are the driver's clock; they are stored relative to `origin`.
+    """
+
+    def __init__(self, run: str, page_size: int, origin: float = 0.0) -> None:
+        self.run = run
+        self.requests: list[RequestRecord] = []
+        self.steps: list[StepRecord] = []
+        self._page_size = page_size
+        self._origin = origin
+        self._live: dict[str, _LiveRequest] = {}
+        self._planned: dict[int, tuple[StepPlan, Load]] = {}
+
+    def arrived(self, request_id: str, now: float, num_prompt: int, max_tokens: int) -> None:
+        self._live[request_id] = _LiveRequest(now - self._origin, num_prompt, max_tokens)
+
+    def planned(self, plan: StepPlan, load: Load, now: float) -> None:
+        self._planned[plan.id] = plan, load
+        for chunk in plan.chunks:
+            live = self._live.get(chunk.request_id) if chunk.num_tokens and chunk.request_id is not None else None
+            if live is not None and live.started is None:
+                live.started, live.num_cached = now - self._origin, chunk.start
+        for request_id in plan.preempted:
+            if request_id in self._live:
+                self._live[request_id].num_preempted += 1
+
+    def token(self, request_id: str, now: float) -> None:
+        self._live[request_id].token_times.append(now - self._origin)
+
+    def committed(self, plan_id: int, started: float, finished: float, failed: str | None = None) -> None:
+        """The step ran from `started` to `finished`."""
+        plan, load = self._planned.pop(plan_id)
+        self.steps.append(
+            StepRecord(
+                run=self.run,
+                id=plan.id,
+                reason=plan.reason,
+                started=started - self._origin,
+                finished=finished - self._origin,
+                rows=tuple(
+                    RowRecord(chunk.request_id, chunk.start, chunk.num_tokens, chunk.padding, chunk.samples)
+                    for chunk in plan.chunks
+                ),
+                preempted=plan.preempted,
+                pages_held=load.pages_held,
+                pages_total=load.pages_total,
+                page_size=self._page_size,
+                tokens_stored=load.tokens_stored,
+                num_waiting=load.num_waiting,
+                failed=failed,
+            )
+        )
+
+    def ended(self, request_id: str, now: float, reason: FinishReason, error: str | None = None) -> RequestRecord:
+        live = self._live.pop(request_id)
+        record = RequestRecord(
+            run=self.run,
+            id=request_id,
+            arrival=live.arrival,
+            num_prompt=live.num_prompt,
+            num_output=len(live.token_times),
+            max_tokens=live.max_tokens,
+            num_cached=live.num_cached,
+            num_preempted=live.num_preempted,
+            started=live.started,
+            finished=now - self._origin,
+            finish_reason=reason,
+            error=error,
+            token_times=tuple(live.token_times),
+        )
+        self.requests.append(record)
+        return record
+
+
+class _LiveRequest:
+    """What is known so far of a request that has not ended."""
+
+    def __init__(self, arrival: float, num_prompt: int, max_tokens: int) -> None:
+        self.arrival, self.num_prompt, self.max_tokens = arrival, num_prompt, max_tokens
+        self.started: float | None = None
+        self.num_cached = self.num_preempted = 0
+        self.token_times: list[float] = []

@@ -1,0 +1,278 @@
+"""Continuous batching: every step takes whatever can run, under one token budget.
+
+There is no prefill or decode mode: each request has `done < length` and a step narrows the gap. Decodes go
+first, then prompts under way (in chunks), then new requests, in order of rank. A request is admitted only when
+pages for its whole prompt can be set aside, so that prompts never take each other's pages. When a decode finds
+no page, those ranked behind it give theirs back and are computed again later (recompute; Kwon et al., 2023,
+arXiv 2309.06180); the first in rank always proceeds, so the pool cannot deadlock. Plan and commit are O(rows).
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from batchwright.errors import ConfigError
+from batchwright.policy.ledger import Flight, Ledger, Progress, Queueing
+from batchwright.policy.order import RankedQueue
+from batchwright.policy.pages import Memory
+from batchwright.policy.types import Admitted, Chunk, Dropped, Load, Refused, Request, StepOutcome, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuousSettings:
+    """`max_rows` requests run at once; a step computes at most `token_budget` positions, `chunk_cap` for one prompt.
+
+    `capacity`: "utilization" admits when the prompt fits and preempts when outputs outgrow the pool;
+    "guaranteed" admits only what fits at its longest, and never preempts for memory. `watermark`: fraction of
+    pages left free when admitting beside running requests ("utilization" only; default 0.01).
+    """
+
+    max_rows: int = 256
+    token_budget: int = 2048
+    chunk_cap: int | None = None
+    capacity: Literal["utilization", "guaranteed"] = "utilization"
+    watermark: float | None = None
+    prefix_caching: bool = True
+    queueing: Queueing = field(default_factory=Queueing)
+
+    def __post_init__(self) -> None:
+        for name in ("max_rows", "token_budget", "chunk_cap"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"use {name}={value}", "it must be at least 1", f"raise {name}")
+        if self.capacity not in ("utilization", "guaranteed"):
+            raise ConfigError(
+                f"use capacity={self.capacity!r}", "there is no such rule", "use utilization or guaranteed"
+            )
+        if self.watermark is None:
+            return
+        if self.capacity == "guaranteed":
+            raise ConfigError("set a watermark", "capacity='guaranteed' never needs one", "leave it out")
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"use watermark={self.watermark}", "it is a fraction of the pool", "use 0 to below 1")
+
+
+class _Draft:
+    """A plan being made."""
+
+    __slots__ = ("budget", "chunks", "flight", "plan_id")
+
+    def __init__(self, plan_id: int, budget: int) -> None:
+        self.plan_id = plan_id
+        self.budget = budget  # positions left
+        self.chunks: list[Chunk] = []
+        self.flight: Flight = {}
+
+
+class Continuous:
+    """The continuous batching scheduler."""
+
+    def __init__(self, memory: Memory, settings: ContinuousSettings | None = None) -> None:
+        self.settings = settings or ContinuousSettings()
+        self._ledger = Ledger(memory, self.settings.queueing, prefix_caching=self.settings.prefix_caching)
+        self._running: RankedQueue[Progress] = RankedQueue()
+        self._reserved = 0  # pages set aside for running requests and not yet granted
+        self._budget = self.settings.token_budget  # shrinks when a step runs out of memory, and recovers
+        self._preempted: list[str] = []  # since the last plan
+        self._retries: deque[list[Progress]] = deque()  # parts of failed steps, to be run apart
+        watermark = 0.01 if self.settings.watermark is None else self.settings.watermark
+        self._watermark = int(watermark * memory.num_pages) if self.settings.capacity == "utilization" else 0
+
+    # ---- events
+
+    def add(self, request: Request, now: float) -> Admitted | Refused:
+        return self._ledger.enter(request, now)
+
+    def abort(self, request_id: str, now: float) -> None:
+        progress = self._ledger.live.get(request_id)
+        if progress is not None:
+            self._end(progress)
+
+    def flush(self, now: float) -> None:
+        """Nothing to do: continuous batching never waits for company."""
+
+    def advance(self, now: float) -> tuple[Dropped, ...]:
+        expired = self._ledger.expire(now)
+        for progress in expired:
+            self._end(progress)
+        return tuple(progress.expired(now) for progress in expired)
+
+    def commit(self, plan_id: int, now: float, outcome: StepOutcome) -> tuple[Dropped, ...]:
+        ended, failed = self._ledger.settle(plan_id, outcome)
+        for progress in ended:
+            self._end(progress)
+        if outcome.failed:
+            return self._recover(failed, outcome)
+        if self._budget < self.settings.token_budget:
+            self._budget = min(self.settings.token_budget, self._budget + self._budget // 16 + 1)
+        return ()
+
+    def wakeup(self, now: float) -> float | None:
+        return self._ledger.next_expiry()
+
+    @property
+    def load(self) -> Load:
+        return self._ledger.load(len(self._running))
+
+    # ---- planning
+
+    def plan(self, now: float) -> StepPlan | None:
+        retry = self._plan_retry()
+        if retry is not None or self._retries:
+            return retry
+        draft = _Draft(self._ledger.next_plan_id, self._budget)
+        self._continue_running(draft, list(self._running))
+        if not self._preempted:
+            self._admit_waiting(draft)
+        full = draft.budget == 0 or len(self._running) == self.settings.max_rows
+        return self._launch(draft, "full" if full else "idle")
+
+    def _plan_retry(self) -> StepPlan | None:
+        """The next part of a failed step, alone; nothing else runs until all parts have."""
+        while self._retries and not self._ledger.num_in_flight:
+            draft = _Draft(self._ledger.next_plan_id, self._budget)
+            self._continue_running(draft, self._retries.popleft())
+            if draft.chunks:
+                return self._launch(draft, "retry")
+        return None
+
+    def _launch(self, draft: _Draft, reason: Literal["full", "idle", "retry"]) -> StepPlan | None:
+        if not draft.chunks:
+            return None
+        preempted, self._preempted = self._preempted, []
+        return self._ledger.launch(reason, draft.chunks, draft.flight, preempted)
+
+    def _continue_running(self, draft: _Draft, rows: list[Progress]) -> None:
+        """Decodes first, then prompts under way, both in order of rank."""
+        plan_id, chunks, flight = draft.plan_id, draft.chunks, draft.flight
+        prefills = []
+        for row in rows:
+            if row.length - row.done != 1:
+                prefills.append(row)
+                continue
+            if not row.running or row.paused_through >= plan_id:
+                continue
+            if not draft.budget:
+                break
+            num_granted = 0
+            if row.done == row.capacity:
+                if not self._make_room(row, draft):
+                    continue
+                num_granted = self._grant(row, 1)
+            draft.budget -= 1
+            row.last_plan = plan_id
+            start = row.done
+            id = row.request.id
+            flight[id] = row, 1
+            chunks.append(Chunk(id, start, 1, 0, row.promise(1), num_granted, row.pages))
+        for row in prefills:
+            if draft.budget and row.running and row.done < row.length and row.paused_through < plan_id:
+                self._add_chunk(draft, row)
+
+    def _admit_waiting(self, draft: _Draft) -> None:
+        """New and preempted requests in order of rank; the first that does not fit holds the rest back."""
+        waiting = self._ledger.waiting
+        while draft.budget and len(waiting):
+            row = waiting[0]
+            shared = self._ledger.find_prefix(row)
+            if len(self._running) >= self.settings.max_rows or not self._fits(row, shared):
+                if not self._displace_for(row, draft):
+                    return
+                continue
+            waiting.remove(row.rank)
+            self._running.add(row.rank, row)
+            row.running = True
+            self._ledger.share(row, shared)
+            row.reserved = self._goal_pages(row) - len(shared)
+            self._reserved += row.reserved
+            self._add_chunk(draft, row)
+
+    def _add_chunk(self, draft: _Draft, row: Progress) -> None:
+        """As much of `row` as budget and cap allow; its pages are set aside already."""
+        num_tokens = min(row.length - row.done, draft.budget, self.settings.chunk_cap or draft.budget)
+        num_granted = self._grant(row, num_tokens)
+        draft.budget -= num_tokens
+        row.last_plan = draft.plan_id
+        start = row.done
+        draft.flight[row.request.id] = row, num_tokens
+        draft.chunks.append(
+            Chunk(row.request.id, start, num_tokens, 0, row.promise(num_tokens), num_granted, row.pages)
+        )
+
+    # ---- pages
+
+    @property
+    def _available(self) -> int:
+        """Pages free and not set aside."""
+        return self._ledger.pool.num_free - self._reserved
+
+    def _goal_pages(self, row: Progress) -> int:
+        """Pages set aside at admission: what is known of it, or all that it may become."""
+        longest = row.request.num_prompt + row.limit - 1
+        return self._ledger.memory.pages_for(row.length if self.settings.capacity == "utilization" else longest)
+
+    def _fits(self, row: Progress, shared: tuple[int, ...]) -> bool:
+        pool = self._ledger.pool
+        revived = sum(not pool.is_held(page) for page in shared)
+        margin = self._watermark if len(self._running) else 0
+        return self._goal_pages(row) - len(shared) + revived + margin <= self._available
+
+    def _grant(self, row: Progress, num_tokens: int) -> int:
+        num_granted = self._ledger.grant(row, num_tokens)
+        drawn = min(num_granted, row.reserved)
+        row.reserved -= drawn
+        self._reserved -= drawn
+        return num_granted
+
+    def _make_room(self, row: Progress, draft: _Draft) -> bool:
+        """Whether a page can be had for `row`, taking it from those ranked behind if need be."""
+        while not row.reserved and self._available < 1:
+            victim = self._running[-1]
+            if victim is row or not self._preempt(victim, draft):
+                return False
+        return True
+
+    def _displace_for(self, row: Progress, draft: _Draft) -> bool:
+        """Whether a running request of lower priority made way for `row`."""
+        victim = self._running[-1] if len(self._running) else row
+        outranked = victim.request.priority > row.request.priority and victim.rank > row.rank
+        return outranked and self._preempt(victim, draft)
+
+    def _preempt(self, victim: Progress, draft: _Draft) -> bool:
+        """Take `victim` out; one with a step in flight is paused instead, and can be taken out next time."""
+        if victim.last_plan == draft.plan_id or self._ledger.in_flight(victim):
+            victim.paused_through = draft.plan_id + (victim.last_plan == draft.plan_id)
+            return False
+        self._leave(victim)
+        self._ledger.requeue(victim)
+        self._preempted.append(victim.request.id)
+        return True
+
+    # ---- endings
+
+    def _leave(self, row: Progress) -> None:
+        self._running.remove(row.rank)
+        row.running = False
+        self._reserved -= row.reserved
+        row.reserved = 0
+
+    def _end(self, row: Progress) -> None:
+        if row.running:
+            self._leave(row)
+        self._ledger.end(row)
+
+    def _recover(self, failed: Flight, outcome: StepOutcome) -> tuple[Dropped, ...]:
+        """Run a failed step again in halves, so that one bad row costs at most 2 log2(rows) extra steps."""
+        rows = [row for row, _ in failed.values()]
+        num_tokens = sum(num_tokens for _, num_tokens in failed.values())
+        if outcome.failed == "oom" and rows:
+            self._budget = max(1, min(self._budget, num_tokens // 2))
+        can_shrink = len(rows) > 1 or (outcome.failed == "oom" and num_tokens > 1)
+        if not rows:
+            return ()
+        if not can_shrink:
+            self._end(rows[0])
+            return (Dropped(rows[0].request.id, "out_of_memory" if outcome.failed == "oom" else "exception"),)
+        half = (len(rows) + 1) // 2
+        self._retries.extendleft(part for part in (rows[half:], rows[:half]) if part)
+        return ()

@@ -1,0 +1,224 @@
+"""Batches that run together from their first step to their last: the machinery of static and dynamic batching.
+
+A `Former` decides when queued requests become a batch; this file runs it as such systems do. Prompts are padded
+to the longest, pages for the longest possible row are held by every row until the whole batch ends, and a row
+whose request has ended is executed all the same. What that wastes is in the plans, so it is really executed.
+"""
+
+from collections import deque
+from typing import NamedTuple, Protocol
+
+from batchwright.policy.ledger import Flight, Ledger, Progress, Queueing
+from batchwright.policy.order import RankedQueue
+from batchwright.policy.pages import Memory
+from batchwright.policy.types import Admitted, Chunk, Dropped, Load, Reason, Refused, Request, StepOutcome, StepPlan
+
+
+class Release(NamedTuple):
+    """The first `num_requests` in the queue leave as one batch."""
+
+    num_requests: int
+    reason: Reason
+
+
+class Former(Protocol):
+    """Decides when the queue becomes a batch."""
+
+    def release(self, waiting: RankedQueue[Progress], now: float) -> Release | None:
+        """What may leave now; `waiting` is not empty."""
+        ...
+
+    def wakeup(self, waiting: RankedQueue[Progress]) -> float | None:
+        """When `release` may say something new though nobody arrives; `waiting` is not empty."""
+        ...
+
+    def padded_size(self, num_rows: int) -> int:
+        """How many rows are executed for a batch of `num_rows`."""
+        ...
+
+
+class _Batch:
+    """Rows that run together, and the pages they hold until the last has ended.
+
+    A row is a request's `Progress`, also after the request has ended, or None: a filler, which holds no pages.
+    """
+
+    def __init__(self, rows: list[Progress], num_fillers: int) -> None:
+        self.rows: list[Progress | None] = [*rows, *[None] * num_fillers]
+        self.width = max(row.request.num_prompt for row in rows)
+        self.num_tokens_per_row = self.width + max(row.limit for row in rows) - 1
+        self.num_rounds = 0  # steps that every row has been through
+        self.tables: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return any(row and not row.ended and row.done < row.length for row in self.rows)
+
+    @property
+    def is_over(self) -> bool:
+        return all(row is None or row.ended for row in self.rows)
+
+    def chunk(self, row: Progress | None) -> Chunk:
+        """What `row` executes next, useful or not; promises it."""
+        if row is None:
+            start, padding = (self.width + self.num_rounds - 2, 1) if self.num_rounds > 1 else (0, self.width)
+            return Chunk(None, start, 0, padding, False, 0, ())
+        table = self.tables[row.request.id]
+        if row.ended or row.done == row.length:
+            start = min(row.done, row.request.num_prompt + row.limit - 1)
+            row.done += row.ended
+            return Chunk(row.request.id, start, 0, 1, False, 0, table)
+        start, num_tokens = row.done, row.length - row.done
+        padding, num_granted = (0, 0) if start else (self.width - num_tokens, len(table))
+        return Chunk(row.request.id, start, num_tokens, padding, row.promise(num_tokens), num_granted, table)
+
+
+class _Part(NamedTuple):
+    """Rows of the batch that take a step together: all of them, unless a step failed."""
+
+    reason: Reason
+    rows: list[Progress | None]
+
+
+class Grouped:
+    """The scheduler that forms batches by `former` and runs each to its end before the next."""
+
+    def __init__(
+        self, memory: Memory, former: Former, queueing: Queueing | None = None, max_rows_per_request: int = 1
+    ) -> None:
+        self._former = former
+        self._ledger = Ledger(memory, queueing or Queueing(), max_rows_per_request=max_rows_per_request)
+        self._batch: _Batch | None = None
+        self._round: deque[_Part] = deque()  # what is left of the step that the batch is taking
+        self._in_flight: dict[int, _Part] = {}
+        self._part_size: int | None = None  # most rows in one plan, after a step ran out of memory
+
+    # ---- events
+
+    def add(self, request: Request, now: float) -> Admitted | Refused:
+        return self._ledger.enter(request, now)
+
+    def abort(self, request_id: str, now: float) -> None:
+        progress = self._ledger.live.get(request_id)
+        if progress is not None:
+            self._ledger.end(progress)
+            self._close_batch()
+
+    def flush(self, now: float) -> None:
+        self._ledger.flush()
+
+    def advance(self, now: float) -> tuple[Dropped, ...]:
+        expired = self._ledger.expire(now)
+        for progress in expired:
+            self._ledger.end(progress)
+        self._close_batch()
+        return tuple(progress.expired(now) for progress in expired)
+
+    def commit(self, plan_id: int, now: float, outcome: StepOutcome) -> tuple[Dropped, ...]:
+        part = self._in_flight.pop(plan_id)
+        ended, failed = self._ledger.settle(plan_id, outcome)
+        for progress in ended:
+            self._ledger.end(progress)
+        dropped = self._recover(part, outcome) if failed else ()
+        self._close_batch()
+        return dropped
+
+    def wakeup(self, now: float) -> float | None:
+        times = [self._ledger.next_expiry()]
+        if self._batch is None and len(self._ledger.waiting):
+            times.append(self._former.wakeup(self._ledger.waiting))
+        return min((time for time in times if time is not None), default=None)
+
+    @property
+    def load(self) -> Load:
+        rows = self._batch.rows if self._batch else ()
+        return self._ledger.load(sum(row is not None and not row.ended for row in rows))
+
+    # ---- planning
+
+    def plan(self, now: float) -> StepPlan | None:
+        self._close_batch()
+        if self._batch is None:
+            self._form_batch(now)
+        if self._batch is None:
+            return None
+        part = self._next_part(self._batch)
+        return self._launch(self._batch, part) if part else None
+
+    def _form_batch(self, now: float) -> None:
+        waiting = self._ledger.waiting
+        release = self._former.release(waiting, now) if len(waiting) else None
+        if release is None:
+            return
+        rows = [waiting[index] for index in range(release.num_requests)]
+        while not self._fit(rows):
+            rows.pop()
+        num_rows = sum(row.request.num_rows for row in rows)
+        self._batch = batch = _Batch(rows, self._former.padded_size(num_rows) - num_rows)
+        for row in rows:
+            waiting.remove(row.rank)
+            row.running = True
+            batch.tables[row.request.id] = self._ledger.pool.take(
+                self._ledger.memory.pages_for(batch.num_tokens_per_row)
+            )
+        self._begin_round(release.reason)
+
+    def _fit(self, rows: list[Progress]) -> bool:
+        memory = self._ledger.memory
+        return len(rows) * memory.pages_for(_Batch(rows, 0).num_tokens_per_row) <= memory.num_pages
+
+    def _begin_round(self, reason: Reason) -> None:
+        """Every row of the batch takes one step, in parts of at most `_part_size`, which then recovers."""
+        assert self._batch is not None
+        rows = self._batch.rows
+        size = self._part_size or len(rows)
+        self._round.extend(_Part(reason, rows[first : first + size]) for first in range(0, len(rows), size))
+        self._batch.num_rounds += 1
+        self._part_size = 2 * size if 2 * size < len(rows) else None
+
+    def _next_part(self, batch: _Batch) -> _Part | None:
+        """The next rows to run, or None while all that is left of the batch is in flight."""
+        while batch.has_work:
+            if not self._round:
+                self._begin_round("next")
+            part = self._round.popleft()
+            if part.reason != "retry" or any(row and not row.ended and row.done < row.length for row in part.rows):
+                return part
+        return None
+
+    def _launch(self, batch: _Batch, part: _Part) -> StepPlan:
+        flight: Flight = {}
+        chunks = []
+        for row in part.rows:
+            chunks.append(chunk := batch.chunk(row))
+            if row and chunk.num_tokens:
+                row.last_plan = self._ledger.next_plan_id
+                flight[row.request.id] = row, chunk.num_tokens
+        plan = self._ledger.launch(part.reason, chunks, flight)
+        self._in_flight[plan.id] = part
+        return plan
+
+    # ---- endings
+
+    def _close_batch(self) -> None:
+        """Give the pages back once every row has ended and no plan names them."""
+        if self._batch is None or self._in_flight or not self._batch.is_over:
+            return
+        for table in self._batch.tables.values():
+            self._ledger.pool.release(table)
+        self._batch = None
+        self._round.clear()
+
+    def _recover(self, part: _Part, outcome: StepOutcome) -> tuple[Dropped, ...]:
+        """Run a failed part again in halves, so that one bad row costs at most 2 log2(rows) extra steps."""
+        rows = part.rows
+        if len(rows) == 1:
+            (row,) = rows
+            assert row is not None
+            self._ledger.end(row)
+            return (Dropped(row.request.id, "out_of_memory" if outcome.failed == "oom" else "exception"),)
+        half = (len(rows) + 1) // 2
+        if outcome.failed == "oom":
+            self._part_size = half
+        self._round.extendleft((_Part("retry", rows[half:]), _Part("retry", rows[:half])))
+        return ()

@@ -1,0 +1,374 @@
+"""The books that every request scheduler keeps: who is live, what was promised, what is in flight, who holds pages.
+
+*Promised* counters move when a plan is made, *committed* ones when it ends, so further plans can be made while
+some run. A request ends at once, but its pages return only when the last plan that names them has committed.
+Every admitted request ends exactly once, and pages held + free == total after every call.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Literal
+
+from batchwright.errors import ConfigError
+from batchwright.policy.order import Rank, RankedQueue, RankRule, by_aged_priority
+from batchwright.policy.pages import Memory, PagePool
+from batchwright.policy.prefix import PrefixIndex
+from batchwright.policy.types import (
+    Admitted,
+    Chunk,
+    Dropped,
+    Load,
+    Reason,
+    Refused,
+    Request,
+    StepOutcome,
+    StepPlan,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Queueing:
+    """How requests wait: `order` ranks them, `max_requests` bounds the queue, `timeout` (s) bounds the wait.
+
+    `on_timeout` "reject" drops a request that waited too long; "delay" moves it behind those that did not.
+    """
+
+    order: RankRule = by_aged_priority(10.0)
+    max_requests: int | None = None
+    timeout: float | None = None
+    on_timeout: Literal["reject", "delay"] = "reject"
+
+    def __post_init__(self) -> None:
+        if self.max_requests is not None and self.max_requests < 1:
+            raise ConfigError(f"queue at most {self.max_requests} requests", "none could be served", "use at least 1")
+        if self.timeout is not None and not self.timeout >= 0:
+            raise ConfigError(f"time out after {self.timeout} s", "it must not be negative", "use 0 or more, or None")
+
+
+class Progress:
+    """One live request. Lengths are tokens; `length` is what is known or promised, and a step narrows `length - done`."""
+
+    __slots__ = (
+        "accepted",
+        "arrival",
+        "capacity",
+        "committed",
+        "done",
+        "ended",
+        "flushed",
+        "keys",
+        "last_plan",
+        "length",
+        "limit",
+        "num_published",
+        "outputs",
+        "pages",
+        "paused_through",
+        "rank",
+        "request",
+        "reserved",
+        "running",
+    )
+
+    def __init__(self, request: Request, rank: Rank, arrival: float, limit: int) -> None:
+        self.request = request
+        self.rank = rank
+        self.arrival = arrival
+        self.limit = limit  # output tokens it may get
+        self.keys: list[Hashable] = list(request.keys)
+        self.pages: tuple[int, ...] = ()
+        self.capacity = 0  # tokens that `pages` hold
+        self.reserved = 0  # pages set aside for it and not yet granted
+        self.num_published = 0  # pages offered to the prefix index
+        self.length = request.num_prompt
+        self.done = self.committed = 0  # positions computed: promised, committed
+        self.outputs = self.accepted = 0  # output tokens: promised, committed
+        self.last_plan = -1
+        self.paused_through = -1  # takes no part in plans up to this one
+        self.running = self.ended = self.flushed = False
+
+    def promise(self, num_tokens: int) -> bool:
+        """Count `num_tokens` more positions as promised; whether their last one samples a token."""
+        self.done += num_tokens
+        if self.done < self.length:
+            return False
+        self.outputs += 1
+        if self.outputs < self.limit:  # the last output is never computed
+            self.length += 1
+        return True
+
+    @property
+    def started(self) -> bool:
+        """Whether any of it was ever planned."""
+        return self.last_plan >= 0
+
+    def expired(self, now: float) -> Dropped:
+        """Why it is dropped at `now`: its deadline passed, or it waited too long."""
+        deadline = self.request.deadline
+        return Dropped(self.request.id, "deadline" if deadline is not None and deadline <= now else "queue_timeout")
+
+    def roll_back(self) -> None:
+        """Forget promises that were not kept."""
+        self.done, self.outputs = self.committed, self.accepted
+        self.length = self.request.num_prompt + min(self.accepted, self.limit - 1)
+
+
+Flight = dict[str, tuple[Progress, int]]
+"""The live rows of a plan under way, each with the positions that the plan computes for it."""
+
+
+class Ledger:
+    """State and arithmetic shared by all schedulers; it decides nothing about batches."""
+
+    def __init__(
+        self, memory: Memory, queueing: Queueing, *, prefix_caching: bool = False, max_rows_per_request: int = 1
+    ) -> None:
+        self.memory = memory
+        self.pool = PagePool(memory.num_pages)
+        self.prefix = PrefixIndex(self.pool) if prefix_caching else None
+        self.live: dict[str, Progress] = {}
+        self.waiting: RankedQueue[Progress] = RankedQueue()
+        self._queueing = queueing
+        self._max_rows_per_request = max_rows_per_request
+        self._num_arrived = 0
+        self._num_planned = 0
+        self._num_stored = 0  # tokens stored, counting shared pages once per holder
+        self._expiries: list[tuple[float, int, Progress, bool]] = []  # time, tie-break, who, only while waiting
+        self._flights: dict[int, Flight] = {}
+        self._owed: defaultdict[int, list[tuple[tuple[int, ...], int]]] = defaultdict(list)  # plan -> pages, tokens
+
+    # ---- requests
+
+    def enter(self, request: Request, now: float) -> Admitted | Refused:
+        """Queue `request`, or refuse what can never run."""
+        refusal = self._refusal(request)
+        if refusal is not None:
+            return refusal
+        room = min(self.memory.context, self.memory.num_tokens) - request.num_prompt
+        self._num_arrived += 1
+        rank = (*self._queueing.order(request, now), self._num_arrived)
+        progress = Progress(request, rank, now, min(request.max_tokens, room))
+        self.live[request.id] = progress
+        self.waiting.add(rank, progress)
+        self._expect_expiry(progress, now)
+        return Admitted(request.id, progress.limit)
+
+    def end(self, progress: Progress) -> None:
+        """`progress` takes no further part; its pages return once no plan in flight names them."""
+        progress.ended = True
+        if progress.rank in self.waiting:
+            self.waiting.remove(progress.rank)
+        del self.live[progress.request.id]
+        self.return_pages(progress)
+
+    def expire(self, now: float) -> list[Progress]:
+        """The requests whose time has run out; the caller ends them."""
+        expired = []
+        while self._expiries and self._expiries[0][0] <= now:
+            _, _, progress, only_waiting = heappop(self._expiries)
+            if progress.ended or (only_waiting and progress.started):
+                continue
+            if only_waiting and self._queueing.on_timeout == "delay":
+                self._move_back(progress)
+            else:
+                expired.append(progress)
+        return expired
+
+    def next_expiry(self) -> float | None:
+        """When `expire` next has something to do."""
+        while self._expiries:
+            time, _, progress, only_waiting = self._expiries[0]
+            if not (progress.ended or (only_waiting and progress.started)):
+                return time
+            heappop(self._expiries)
+        return None
+
+    def flush(self) -> None:
+        """Mark all that wait as not waiting for company."""
+        for progress in self.waiting:
+            progress.flushed = True
+
+    # ---- pages
+
+    def grant(self, progress: Progress, num_tokens: int) -> int:
+        """Give `progress` the pages for its next `num_tokens`; returns how many are new."""
+        missing = self.memory.pages_for(progress.done + num_tokens) - len(progress.pages)
+        if missing <= 0:
+            return 0
+        progress.pages += self.pool.take(missing)
+        progress.capacity = len(progress.pages) * self.memory.page_size
+        return missing
+
+    def find_prefix(self, progress: Progress) -> tuple[int, ...]:
+        """Known pages of its prefix; at least its last token is left to compute."""
+        if self.prefix is None:
+            return ()
+        return self.prefix.match(progress.keys[: (progress.length - 1) // self.memory.page_size])
+
+    def share(self, progress: Progress, pages: tuple[int, ...]) -> None:
+        """Start `progress` with `pages` that are computed already."""
+        self.pool.hold(pages)
+        progress.pages = pages
+        progress.num_published = len(pages)
+        progress.capacity = progress.done = progress.committed = len(pages) * self.memory.page_size
+        self._num_stored += progress.committed
+
+    def return_pages(self, progress: Progress) -> None:
+        """Take its pages back, now or when its last plan commits; what they stored is lost to it."""
+        owed = progress.pages, progress.committed
+        if self.in_flight(progress):
+            self._owed[progress.last_plan].append(owed)
+        else:
+            self._give_back(*owed)
+        progress.pages = ()
+        progress.capacity = progress.num_published = progress.committed = 0
+
+    def requeue(self, progress: Progress) -> None:
+        """Back to the queue, at its old place, to be computed again from its first token."""
+        assert not self.in_flight(progress)
+        self.return_pages(progress)
+        progress.roll_back()
+        self.waiting.add(progress.rank, progress)
+
+    # ---- plans
+
+    @property
+    def next_plan_id(self) -> int:
+        return self._num_planned
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._flights)
+
+    def in_flight(self, progress: Progress) -> bool:
+        return progress.last_plan in self._flights
+
+    def launch(
+        self, reason: Reason, chunks: Iterable[Chunk], flight: Flight, preempted: Iterable[str] = ()
+    ) -> StepPlan:
+        """Make the plan. The caller has set `last_plan` of every row in it, dead ones included."""
+        plan = StepPlan(self._num_planned, reason, tuple(chunks), tuple(preempted))
+        self._flights[plan.id] = flight
+        self._num_planned += 1
+        return plan
+
+    def settle(self, plan_id: int, outcome: StepOutcome) -> tuple[list[Progress], Flight]:
+        """Commit a plan. Returns the rows that finished or erred (the caller ends them) and, of a failed plan, its rows.
+
+        A late row, whose request ended meanwhile, is thrown away. Rows of a failed plan lose their promises in
+        every plan that is still in flight.
+        """
+        flight = self._flights.pop(plan_id)
+        ended: list[Progress] = []
+        failed: Flight = {}
+        if outcome.failed:
+            failed = {id: row for id, row in flight.items() if not row[0].ended}
+            for id, (progress, _) in failed.items():
+                progress.roll_back()
+                for other in self._flights.values():
+                    other.pop(id, None)
+        else:
+            ended = self._accept(flight, outcome)
+        for pages, num_tokens in self._owed.pop(plan_id, ()):
+            self._give_back(pages, num_tokens)
+        return ended, failed
+
+    def load(self, num_running: int) -> Load:
+        return Load(
+            num_waiting=len(self.waiting),
+            num_running=num_running,
+            pages_held=self.pool.num_held,
+            pages_total=self.pool.num_pages,
+            tokens_stored=self._num_stored - self.pool.num_shares * self.memory.page_size,
+            num_in_flight=len(self._flights),
+        )
+
+    # ---- details
+
+    def _accept(self, flight: Flight, outcome: StepOutcome) -> list[Progress]:
+        ended = []
+        for item in outcome.items:
+            progress, num_tokens = flight.get(item.request_id, (None, 0))
+            if progress is None or progress.ended:
+                continue
+            progress.committed += num_tokens
+            progress.accepted += item.num_accepted
+            self._num_stored += num_tokens
+            if item.keys:
+                progress.keys.extend(item.keys)
+            if self.prefix is not None and progress.committed - progress.num_published * self.memory.page_size >= (
+                self.memory.page_size
+            ):
+                self._publish(progress)
+            if item.finished or item.error:
+                ended.append(progress)
+        return ended
+
+    def _publish(self, progress: Progress) -> None:
+        assert self.prefix is not None
+        full = min(progress.committed // self.memory.page_size, len(progress.keys))
+        for index in range(progress.num_published, full):
+            self.prefix.publish(progress.keys[index], progress.pages[index])
+        progress.num_published = max(progress.num_published, full)
+
+    def _give_back(self, pages: tuple[int, ...], num_tokens: int) -> None:
+        self.pool.release(pages)
+        self._num_stored -= num_tokens
+
+    def _expect_expiry(self, progress: Progress, now: float) -> None:
+        request = progress.request
+        waits = [wait for wait in (request.queue_timeout, self._queueing.timeout) if wait is not None]
+        if waits:
+            heappush(self._expiries, (now + min(waits), 2 * self._num_arrived, progress, True))
+        if request.deadline is not None:
+            heappush(self._expiries, (request.deadline, 2 * self._num_arrived + 1, progress, False))
+
+    def _move_back(self, progress: Progress) -> None:
+        self.waiting.remove(progress.rank)
+        level, _, arrived = progress.rank
+        progress.rank = level, float("inf"), arrived
+        self.waiting.add(progress.rank, progress)
+
+    def _refusal(self, request: Request) -> Refused | None:
+        memory, queueing = self.memory, self._queueing
+        if request.id in self.live:
+            return Refused(request.id, "invalid", f"add request {request.id!r}: that id is live; use another id")
+        if request.num_prompt < 1 or request.max_tokens < 1:
+            return Refused(
+                request.id,
+                "invalid",
+                f"run a prompt of {request.num_prompt} tokens for at most {request.max_tokens} more: "
+                "both must be at least 1; give a prompt, and raise max_tokens",
+            )
+        if not 1 <= request.num_rows <= self._max_rows_per_request:
+            return Refused(
+                request.id,
+                "invalid",
+                f"run {request.num_rows} rows in one request: a request may have 1 to {self._max_rows_per_request} here; "
+                "send them as several requests",
+            )
+        needed = request.num_prompt + 1
+        if needed > memory.context:
+            return Refused(
+                request.id,
+                "too_long",
+                f"run a prompt of {request.num_prompt} tokens: with one output token it needs a context of {needed}, "
+                f"the limit is {memory.context}; shorten the prompt",
+            )
+        if needed > memory.num_tokens:
+            return Refused(
+                request.id,
+                "too_long",
+                f"run a prompt of {request.num_prompt} tokens: with one output token it needs "
+                f"{memory.pages_for(needed)} pages of {memory.page_size}, the pool has {memory.num_pages}; "
+                "shorten the prompt or raise num_pages",
+            )
+        if queueing.max_requests is not None and len(self.waiting) >= queueing.max_requests:
+            return Refused(
+                request.id,
+                "queue_full",
+                f"queue one more request: {len(self.waiting)} wait, which is the limit; try again later",
+            )
+        return None

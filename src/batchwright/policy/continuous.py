@@ -162,9 +162,9 @@ class Continuous:
             draft.budget -= 1
             row.last_plan = plan_id
             start = row.done
-            id = row.request.id
-            flight[id] = row, 1
-            chunks.append(Chunk(id, start, 1, 0, row.promise(1), num_granted, row.pages))
+            request_id = row.request.id
+            flight[request_id] = row, 1
+            chunks.append(Chunk(request_id, start, 1, 0, row.promise(1), num_granted, row.pages))
         for row in prefills:
             if draft.budget and row.running and row.done < row.length and row.paused_through < plan_id:
                 self._add_chunk(draft, row)

@@ -7,7 +7,7 @@ Every admitted request ends exactly once, and pages held + free == total after e
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Literal
 
@@ -35,7 +35,7 @@ class Queueing:
     `on_timeout` "reject" drops a request that waited too long; "delay" moves it behind those that did not.
     """
 
-    order: RankRule = by_aged_priority(10.0)
+    order: RankRule = field(default_factory=lambda: by_aged_priority(10.0))
     max_requests: int | None = None
     timeout: float | None = None
     on_timeout: Literal["reject", "delay"] = "reject"
@@ -48,7 +48,7 @@ class Queueing:
 
 
 class Progress:
-    """One live request. Lengths are tokens; `length` is what is known or promised, and a step narrows `length - done`."""
+    """One live request. `length` tokens are known or promised, `done` of them computed; a step narrows the gap."""
 
     __slots__ = (
         "accepted",
@@ -255,7 +255,7 @@ class Ledger:
         return plan
 
     def settle(self, plan_id: int, outcome: StepOutcome) -> tuple[list[Progress], Flight]:
-        """Commit a plan. Returns the rows that finished or erred (the caller ends them) and, of a failed plan, its rows.
+        """Commit a plan; returns the rows that finished or erred, which the caller ends, and a failed plan's rows.
 
         A late row, whose request ended meanwhile, is thrown away. Rows of a failed plan lose their promises in
         every plan that is still in flight.
@@ -264,11 +264,11 @@ class Ledger:
         ended: list[Progress] = []
         failed: Flight = {}
         if outcome.failed:
-            failed = {id: row for id, row in flight.items() if not row[0].ended}
-            for id, (progress, _) in failed.items():
+            failed = {request_id: row for request_id, row in flight.items() if not row[0].ended}
+            for request_id, (progress, _) in failed.items():
                 progress.roll_back()
                 for other in self._flights.values():
-                    other.pop(id, None)
+                    other.pop(request_id, None)
         else:
             ended = self._accept(flight, outcome)
         for pages, num_tokens in self._owed.pop(plan_id, ()):
@@ -346,8 +346,8 @@ class Ledger:
             return Refused(
                 request.id,
                 "invalid",
-                f"run {request.num_rows} rows in one request: a request may have 1 to {self._max_rows_per_request} here; "
-                "send them as several requests",
+                f"run {request.num_rows} rows in one request: a request may have 1 to {self._max_rows_per_request} "
+                "here; send them as several requests",
             )
         needed = request.num_prompt + 1
         if needed > memory.context:

@@ -18,7 +18,7 @@ ROUNDED: list[tuple[Callable[[float, int], str], Callable[[str], float], float, 
 """Print, read, the least value worth printing, and the grain to which reading rounds."""
 
 
-@pytest.mark.parametrize("show, read, least, whole", ROUNDED)
+@pytest.mark.parametrize(("show", "read", "least", "whole"), ROUNDED)
 @given(magnitude=st.floats(0, 17), digits=st.integers(1, 6))
 def test_reading_what_was_printed_is_off_by_no_more_than_the_rounding(
     show: Callable[[float, int], str],
@@ -34,7 +34,7 @@ def test_reading_what_was_printed_is_off_by_no_more_than_the_rounding(
     assert error <= value * 0.5 * 10.0 ** (1 - digits) * (1 + 1e-9) + whole / 2
 
 
-@pytest.mark.parametrize("show, read, least, whole", ROUNDED)
+@pytest.mark.parametrize(("show", "read", "least", "whole"), ROUNDED)
 @given(magnitude=st.floats(0, 17))
 def test_printing_again_what_was_read_gives_the_same_text(
     show: Callable[[float, int], str], read: Callable[[str], float], least: float, whole: int, magnitude: float
@@ -64,7 +64,7 @@ def test_gib_and_gb_are_different_units() -> None:
 
 
 @pytest.mark.parametrize(
-    "shown, expected",
+    ("shown", "expected"),
     [
         (units.format_bytes(85_899_345_920), "80 GiB"),
         (units.format_bytes(85_520_809_984), "79.6 GiB"),
@@ -86,7 +86,7 @@ def test_quantities_print_in_the_unit_that_fits(shown: str, expected: str) -> No
 
 
 @pytest.mark.parametrize(
-    "value, expected",
+    ("value", "expected"),
     [
         (units.parse_bytes("1_024"), 1024),
         (units.parse_bytes(" 1.5 KiB "), 1536),

@@ -156,7 +156,7 @@ def test_parameters_equal_those_of_the_reference_implementation(name: str) -> No
 
 
 @pytest.mark.parametrize(
-    "name, num_parameters",
+    ("name", "num_parameters"),
     [
         ("Llama-2-7B", 6_738_415_616),
         ("Llama-3-8B", 8_030_261_248),
@@ -172,7 +172,7 @@ def test_parameters_of_published_models(name: str, num_parameters: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, num_bytes",
+    ("name", "num_bytes"),
     [("Llama-2-7B", 524_288), ("Llama-3-8B", 131_072), ("Qwen2.5-7B", 57_344), ("Qwen3-0.6B", 114_688)],
 )
 def test_kv_bytes_per_token_of_published_models(name: str, num_bytes: int) -> None:
@@ -259,7 +259,7 @@ def test_a_missing_size_is_named(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "config, changes, complaint",
+    ("config", "changes", "complaint"),
     [
         (LLAMA_2_7B, {"model_type": None}, "no model_type"),
         (LLAMA_2_7B, {"hidden_size": "4096"}, "hidden_size is '4096'"),
@@ -280,7 +280,7 @@ def test_contradictory_configs_are_refused(config: dict[str, Any], changes: dict
 
 
 @pytest.mark.parametrize(
-    "config, changes",
+    ("config", "changes"),
     [
         (LLAMA_2_7B, {"model_type": "mamba"}),
         (QWEN_2_5_7B, {"use_sliding_window": True}),

@@ -22,7 +22,7 @@ BELOW_STUDIES = SHARED | STRANGERS | {"report", "bench", "testing"}
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "units": frozenset({"errors"}),
-    "records": frozenset({"units", "errors"}),
+    "records": frozenset({"policy", "units", "errors"}),  # a step is recorded as it was planned
     "traffic": frozenset({"policy", "records", "units", "errors"}),
     "planfile": frozenset({"records", "units", "errors"}),
     "facts": frozenset({"units", "errors"}),

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import cyclopts
-from batchwright.cli.main import app
 from rich.console import Console
 
+from batchwright.cli.main import app
 from tests.contract.snapshots import assert_unchanged
 
 RECORDED = Path(__file__).parent / "cli_help"

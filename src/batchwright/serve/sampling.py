@@ -1,0 +1,345 @@
+"""Chooses the next token of every row of a batch; one row's choice never depends on the other rows.
+
+Randomness is keyed by (seed, position) alone: each drawn row spends one uniform number, hashed from that pair, on the
+inverse of its cumulative distribution. A step that failed or was preempted therefore reruns to the same tokens.
+Probabilities become integers (in units of 2**-34 of the likeliest token's), held in floats: their sums are exact in
+whatever order a kernel adds, so a row's result is the same bit for bit in a batch of 1 and of 256.
+Order of the filters and treatment of ties are those of transformers' LogitsProcessors: temperature, top-k, top-p.
+Cost: greedy rows pay one pass over the logits; drawn rows about six more; only top-k and top-p rows are ordered, and
+only as deep as they need (a nucleus is sought in the 256 likeliest tokens first, then 4,096, then all).
+
+Shapes: B rows of the batch, R some of those rows, V vocabulary, C candidates in descending order, N blocks of K tokens.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from batchwright.errors import RequestError
+
+MAX_LOGPROBS = 20
+NUM_WEIGHT_BITS = 34  # 2**34 * 2**19 tokens = 2**53: the largest sum that a float64 still holds exactly
+MAX_VOCABULARY = 1 << 19
+BLOCK = 256
+NUCLEUS_WIDTHS = (256, 4096)
+MASK_64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when they end; the defaults are greedy decoding of 128 tokens.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `stop` strings end the text before themselves; a bare
+    string counts as one. `stop_token_ids` end it in addition to the model's own end tokens, which `ignore_eos`
+    disregards. `logprobs` asks for the chosen token's log-probability and those of that many likeliest tokens, under
+    the model's own distribution: before temperature and filters, as OpenAI and vLLM report it.
+    Raises RequestError for a value out of range.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", _as_tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
+        most = f"an integer from 0 to {MAX_LOGPROBS}, or None for no log-probabilities"
+        for name, is_valid, allowed in (
+            ("max_tokens", _is_int(self.max_tokens, 1), "an integer of at least 1"),
+            ("temperature", _is_number(self.temperature, 0), "a finite number of at least 0; 0 is greedy"),
+            ("top_k", _is_int(self.top_k, 0), "an integer of at least 0; 0 turns it off"),
+            ("top_p", _is_number(self.top_p, 0) and 0 < self.top_p <= 1, "above 0 and at most 1; 1 turns it off"),
+            ("seed", _is_int(self.seed, -(1 << 63), MASK_64), "an integer of at most 64 bits"),
+            ("stop", all(_is_text(s) for s in self.stop), "non-empty strings; () for none"),
+            ("stop_token_ids", all(_is_int(t, 0) for t in self.stop_token_ids), "token ids of at least 0"),
+            ("logprobs", self.logprobs is None or _is_int(self.logprobs, 0, MAX_LOGPROBS), most),
+        ):
+            if not is_valid:
+                asked = f"sampling with {name}={getattr(self, name)!r}"
+                raise RequestError(asked, "the value is out of range", f"{name} must be {allowed}")
+
+
+class Row(NamedTuple):
+    """One row of logits to choose from: its request's params, and the position of the token within that request."""
+
+    params: SamplingParams
+    position: int
+
+
+class Sampled(NamedTuple):
+    """The choice for one row. `error`, if set, ends that request only; `token` is then -1.
+
+    `logprob` and `top` (token, log-probability; likeliest first, equals by lower id) are filled if the params asked for
+    them; tokens of probability zero are never in `top`.
+    """
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    error: str | None = None
+
+
+def sample(logits_BV: Tensor, rows: Sequence[Row]) -> list[Sampled]:
+    """Choose one token per row of float32 logits, which are left as they were. -inf rules a token out.
+
+    A row holding NaN or +inf, or no finite logit at all, gets an `error`; the other rows are unharmed.
+    """
+    assert logits_BV.dtype == torch.float32
+    assert logits_BV.shape[0] == len(rows)
+    assert 0 < logits_BV.shape[1] <= MAX_VOCABULARY
+    if not rows:
+        return []
+    peak_B, token_B = _likeliest(logits_BV)
+    peaks: list[float] = peak_B.tolist()
+    tokens: list[int] = token_B.tolist()
+    sound = [i for i, peak in enumerate(peaks) if math.isfinite(peak)]
+
+    if drawn := [i for i in sound if rows[i].params.temperature > 0]:
+        scores_RV = _temper(_take(logits_BV, drawn), _take(peak_B, drawn), [rows[i].params for i in drawn])
+        for i, token in zip(drawn, _draw(scores_RV, [rows[i] for i in drawn]), strict=True):
+            tokens[i] = token
+
+    sampled = [
+        Sampled(token) if math.isfinite(peak) else Sampled(-1, error=_trouble(peak, row.position))
+        for token, peak, row in zip(tokens, peaks, rows, strict=True)
+    ]
+    if asked := [i for i in sound if rows[i].params.logprobs is not None]:
+        num_top = [rows[i].params.logprobs or 0 for i in asked]
+        logits_RV, peak_R = _take(logits_BV, asked), _take(peak_B, asked)
+        reports = _logprobs(logits_RV, peak_R, [tokens[i] for i in asked], num_top)
+        for i, (logprob, top) in zip(asked, reports, strict=True):
+            sampled[i] = Sampled(tokens[i], logprob, top)
+    return sampled
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on nothing but its arguments: output `position` of SplitMix64, to 53 bits.
+
+    Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014; constants of Vigna's splitmix64.c.
+    The seed is mixed once first, so that seeds that differ by the generator's increment do not share a stream.
+    """
+    return float(_mix(_mix(seed) + (position + 1) * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
+
+
+def _mix(z: int) -> int:
+    z &= MASK_64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return z ^ (z >> 31)
+
+
+def _likeliest(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """The highest logit of each row and the first token that has it; NaN counts as highest.
+
+    So one pass also finds the bad rows. By blocks, because a maximum is vectorised on a CPU and an argmax isn't.
+    """
+    logits_BNK = _blocks(logits_BV, BLOCK, -math.inf)
+    peak_BN = logits_BNK.amax(-1)
+    block_B = peak_BN.argmax(-1)
+    within_B = _pick(logits_BNK, block_B).argmax(-1)
+    return _pick(peak_BN, block_B), block_B * BLOCK + within_B
+
+
+def _temper(logits_RV: Tensor, peak_R: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Logits over temperature, first shifted so that the highest is 0: then no temperature is small enough for NaN."""
+    smallest = torch.finfo(torch.float32).tiny
+    temperature_R = _column([min(max(p.temperature, smallest), 1 / smallest) for p in params], logits_RV)
+    return (logits_RV - peak_R[:, None]).div_(temperature_R[:, None])
+
+
+def _weigh(scores_RV: Tensor) -> Tensor:
+    """exp(score) in whole units of 2**-34, for scores whose highest is 0; any sum of them in float64 is exact."""
+    return scores_RV.exp().mul_(2.0**NUM_WEIGHT_BITS).round_()
+
+
+def _draw(scores_RV: Tensor, rows: Sequence[Row]) -> list[int]:
+    """One token per row from its filtered distribution."""
+    weights_RV = _filter(scores_RV, [row.params for row in rows])
+    weights_RNK = _blocks(weights_RV, BLOCK, 0.0)
+    block_RN = weights_RNK.sum(-1, dtype=torch.float64)
+    uniform_R = torch.tensor([uniform(*_key(row)) for row in rows], dtype=torch.float64, device=scores_RV.device)
+    total_R = block_RN.sum(-1)
+    target_R = torch.minimum((uniform_R * total_R).floor_(), total_R - 1)
+    block_R, rest_R = _invert(block_RN, target_R)
+    within_R, _ = _invert(_pick(weights_RNK, block_R), rest_R)
+    tokens: list[int] = (block_R * BLOCK + within_R).tolist()
+    return tokens
+
+
+def _key(row: Row) -> tuple[int, int]:
+    return row.params.seed, row.position
+
+
+def _invert(weights_RN: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
+    """The first index whose cumulative weight exceeds the target, and how far into its own weight the target lies."""
+    cumulative_RN = weights_RN.cumsum(-1, dtype=torch.float64)
+    index_R = (cumulative_RN <= target_R[:, None]).sum(-1)
+    before_R = _pick(cumulative_RN, index_R) - _pick(weights_RN, index_R)
+    return index_R, target_R - before_R
+
+
+def _filter(scores_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """The weights of the scores, zero where top-k or top-p rule a token out."""
+    weights_RV = _weigh(scores_RV)
+    num_tokens = scores_RV.shape[1]
+    if cut := [i for i, p in enumerate(params) if 0 < p.top_k < num_tokens]:
+        floor_R = _column([-math.inf] * len(params), scores_RV)
+        kth_R = _kth_highest(_take(scores_RV, cut), [params[i].top_k for i in cut])
+        floor_R[torch.tensor(cut, device=scores_RV.device)] = kth_R
+        weights_RV.mul_(scores_RV >= floor_R[:, None])
+    if nuclear := [i for i, p in enumerate(params) if p.top_p < 1]:
+        _keep_nucleus(scores_RV, weights_RV, nuclear, [params[i].top_p for i in nuclear])
+    return weights_RV
+
+
+def _kth_highest(scores_RV: Tensor, ks: Sequence[int]) -> Tensor:
+    highest_RC = scores_RV.topk(max(ks), dim=-1).values
+    return _pick(highest_RC, torch.tensor(ks, device=scores_RV.device) - 1)
+
+
+def _keep_nucleus(scores_RV: Tensor, weights_RV: Tensor, rows: list[int], top_ps: Sequence[float]) -> None:
+    """Zero, in `weights_RV[rows]`, every token outside the nucleus: those that weigh <= 1 - top_p with all lesser ones.
+
+    Of equal tokens at the edge those with the higher ids stay, as after a stable ascending sort (transformers' sort is
+    not, so there the choice among equals is torch's). One always stays.
+    """
+    top_p_by_row = dict(zip(rows, top_ps, strict=True))
+    num_tokens = scores_RV.shape[1]
+    for width in (*(w for w in NUCLEUS_WIDTHS if w < num_tokens), num_tokens):
+        some_scores_RV, some_weights_RV = _take(scores_RV, rows), _take(weights_RV, rows)
+        size_R, edge_R, at_edge_R = _nucleus(some_scores_RV, some_weights_RV, width, [top_p_by_row[i] for i in rows])
+        sizes: list[int] = size_R.tolist()
+        found = [j for j, size in enumerate(sizes) if size < width or width == num_tokens]
+        if found:
+            kept_RV = _inside(_take(some_scores_RV, found), _take(edge_R, found), _take(at_edge_R, found))
+            target = torch.tensor([rows[j] for j in found], device=scores_RV.device)
+            weights_RV.index_copy_(0, target, _take(some_weights_RV, found) * kept_RV)
+        rows = [row for row, size in zip(rows, sizes, strict=True) if size == width]
+        if not rows:
+            return
+
+
+def _nucleus(
+    scores_RV: Tensor, weights_RV: Tensor, width: int, top_ps: Sequence[float]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Among the `width` likeliest: how many the nucleus keeps, the lowest score kept, and how many of these are at it.
+
+    All three depend on values only, so the order that topk gives to equals does not matter.
+    """
+    highest = scores_RV.topk(width, dim=-1)
+    total_R1 = weights_RV.sum(-1, dtype=torch.float64)[:, None]
+    candidate_RC = weights_RV.gather(1, highest.indices).double()
+    tail_RC = total_R1 - candidate_RC.cumsum(-1) + candidate_RC
+    cut_R1 = _column([1 - p for p in top_ps], scores_RV)[:, None]
+    size_R = ((tail_RC / total_R1).float() > cut_R1).sum(-1).clamp_(min=1)
+    edge_R = _pick(highest.values, size_R - 1)
+    kept_RC = torch.arange(width, device=scores_RV.device) < size_R[:, None]
+    at_edge_R = (kept_RC & (highest.values == edge_R[:, None])).sum(-1)
+    return size_R, edge_R, at_edge_R
+
+
+def _inside(scores_RV: Tensor, edge_R: Tensor, at_edge_R: Tensor) -> Tensor:
+    """True above the edge, and for the last `at_edge` of the tokens exactly at it."""
+    at_RV = scores_RV == edge_R[:, None]
+    num_at_R = at_RV.sum(-1)
+    inside_RV = scores_RV >= edge_R[:, None]
+    if bool((num_at_R > at_edge_R).any()):
+        nth_RV = at_RV.cumsum(-1, dtype=torch.int32)
+        inside_RV &= ~at_RV | (nth_RV > (num_at_R - at_edge_R)[:, None])
+    return inside_RV
+
+
+def _logprobs(
+    logits_RV: Tensor, peak_R: Tensor, tokens: Sequence[int], num_top: Sequence[int]
+) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+    """Per row the log-probability of its token and its likeliest tokens, under the unfiltered distribution."""
+    weights_RV = _weigh(logits_RV - peak_R[:, None])
+    totals: list[float] = weights_RV.sum(-1, dtype=torch.float64).tolist()
+    log_totals = [
+        peak + math.log(total * 2.0**-NUM_WEIGHT_BITS) for peak, total in zip(peak_R.tolist(), totals, strict=True)
+    ]
+    chosen: list[float] = _pick(logits_RV, torch.tensor(tokens, device=logits_RV.device)).tolist()
+    ids_RC, scores_RC = _highest(logits_RV, max(num_top))
+    return [
+        (
+            own - log_total,
+            tuple((t, score - log_total) for t, score in zip(ids[:n], scores[:n], strict=True) if score > -math.inf),
+        )
+        for own, log_total, ids, scores, n in zip(
+            chosen, log_totals, ids_RC.tolist(), scores_RC.tolist(), num_top, strict=True
+        )
+    ]
+
+
+def _highest(logits_RV: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """Ids and logits of the `num` highest, descending, equals by lower id.
+
+    They lie in the `num` blocks with the highest maxima (equals by lower block): any other token is beaten in each.
+    """
+    num = min(num, logits_RV.shape[1])
+    width = 64
+    logits_RNK = _blocks(logits_RV, width, -math.inf)
+    block_RN = logits_RNK.amax(-1).sort(dim=-1, descending=True, stable=True).indices[:, :num].sort(-1).values
+    logits_RC = logits_RNK.gather(1, block_RN[:, :, None].expand(-1, -1, width)).flatten(1)
+    ids_RC = (block_RN[:, :, None] * width + torch.arange(width, device=logits_RV.device)).flatten(1)
+    order_RC = logits_RC.sort(dim=-1, descending=True, stable=True).indices[:, :num]
+    return ids_RC.gather(1, order_RC), logits_RC.gather(1, order_RC)
+
+
+def _trouble(peak: float, position: int) -> str:
+    held = "NaN" if math.isnan(peak) else "+inf" if peak > 0 else "-inf for every token"
+    return str(
+        RequestError(
+            f"choosing the token at position {position}",
+            f"the model's logits hold {held}, which is no distribution",
+            "check the weights for non-finite values, or run in bfloat16 or float32 if float16 overflows",
+        )
+    )
+
+
+def _blocks(x_RV: Tensor, width: int, fill: float) -> Tensor:
+    """The row cut into blocks of `width`, the last one filled up."""
+    if missing := -x_RV.shape[1] % width:
+        x_RV = functional.pad(x_RV, (0, missing), value=fill)
+    return x_RV.reshape(x_RV.shape[0], -1, width)
+
+
+def _pick(x_RN: Tensor, index_R: Tensor) -> Tensor:
+    """Entry `index` of each row; an entry may itself be a block."""
+    return x_RN[torch.arange(x_RN.shape[0], device=x_RN.device), index_R]
+
+
+def _take(x_B: Tensor, rows: Sequence[int]) -> Tensor:
+    """These rows, in ascending order; the tensor itself, uncopied, if they are all of it."""
+    return x_B if len(rows) == x_B.shape[0] else x_B[torch.tensor(rows, device=x_B.device)]
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)
+
+
+def _as_tuple(value: object) -> tuple[object, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_int(value: object, low: int, high: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_number(value: object, low: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value < math.inf

@@ -1,0 +1,69 @@
+"""Rotary position embedding: the frequencies a config asks for, and the rotation of queries and keys.
+
+Pairs of a head's values are rotated as complex numbers, in float32, by angle position * frequency (Su et al. 2021,
+RoFormer, eq. 34; Llama-3 scaling as published with Llama 3.1). A checkpoint pairs value i with value i + D/2; `interleave`
+reorders the rows of the query and key projections once, at load, so that a pair is adjacent and the rotation is one
+complex product instead of a gather, two products and a sum. Both sides of every q.k get the same order, so scores do
+not change; whoever reads the keys sees them in pair order.
+
+Shapes: T tokens, C = D/2 complex values per head, G heads (queries and keys together), N rows, K inputs.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from batchwright.errors import UnsupportedModel
+
+_TYPES = ("default", "llama3")
+
+
+def frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
+    """freq_C, float32, radians per position. Reads `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
+    settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    if kind not in _TYPES or settings.get("partial_rotary_factor", 1.0) != 1.0:
+        fact = f"its config asks for {settings}; supported are the types {' and '.join(_TYPES)}, over whole heads"
+        raise UnsupportedModel("building rotary positions", fact, "use a model with one of these")
+    base = float(settings.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    freq_C = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    return _scaled_llama3(freq_C, settings) if kind == "llama3" else freq_C
+
+
+def _scaled_llama3(freq_C: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    """Wavelengths over `original / low_freq_factor` are stretched by `factor`, those under `original / high_freq_factor`
+    kept, and those between blended linearly in `original / wavelength`."""
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    if missing := [key for key in keys if not isinstance(settings.get(key), int | float)]:
+        fact = f"its llama3 scaling lacks {', '.join(missing)}"
+        raise UnsupportedModel("building rotary positions", fact, "complete the config's rope settings")
+    factor, low, high, original = (float(settings[key]) for key in keys)
+    turns_C = original * freq_C / (2 * math.pi)
+    kept_C = ((turns_C - low) / (high - low)).clamp(0, 1)
+    return (1 - kept_C) * freq_C / factor + kept_C * freq_C
+
+
+def interleave(rows_NK: Tensor, head_dim: int) -> Tensor:
+    """Within each head, the order 0, D/2, 1, D/2 + 1, ... Also for a bias (N only)."""
+    return rows_NK.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def separate(rows_NK: Tensor, head_dim: int) -> Tensor:
+    """Undoes `interleave`."""
+    return rows_NK.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def rotations(positions_T: Tensor, freq_C: Tensor) -> Tensor:
+    """turn_T1C, complex64: the rotation of each pair at each position. The angle is rounded to float32, as models were
+    trained with; computing it more exactly moves logits, by up to 5e-4 rad at position 8,192."""
+    angle_T1C = (positions_T[:, None] * freq_C)[:, None, :]
+    return torch.complex(angle_T1C.cos(), angle_T1C.sin())
+
+
+def rotate(x_TGD: Tensor, turn_T1C: Tensor) -> Tensor:
+    """x_TGD rotated, in its dtype; float32 is rotated in place."""
+    x_TGC = torch.view_as_complex(x_TGD.float().unflatten(2, (-1, 2)))
+    return torch.view_as_real(x_TGC.mul_(turn_T1C)).flatten(2).to(x_TGD.dtype)

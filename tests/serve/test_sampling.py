@@ -11,6 +11,7 @@ from scipy.stats import chisquare
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from batchwright.errors import RequestError
+from batchwright.serve import sampling
 from batchwright.serve.sampling import Row, Sampled, SamplingParams, _filter, _highest, _temper, sample, uniform
 
 GREEDY = SamplingParams()
@@ -110,9 +111,7 @@ def test_draws_of_different_seeds_are_independent():
 
 def test_uniform_is_splitmix64():
     """The generator's own output is Vigna's reference: a stream of state 0 begins with e220a8397b1dcdaf."""
-    from batchwright.serve.sampling import _mix
-
-    assert _mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
+    assert sampling._mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
     assert uniform(0, 0) == (0xE220A8397B1DCDAF >> 11) / 2**53
     assert all(0 <= uniform(seed, p) < 1 for seed in (-1, 0, 2**64 - 1) for p in range(1000))
 
@@ -134,6 +133,15 @@ def test_a_row_is_the_same_in_any_batch(keyed, num_tokens, rounded, data):
     order = data.draw(st.permutations(range(len(rows))))
     assert [together[i] for i in order] == sample(logits_BV[list(order)], [rows[i] for i in order])
     assert torch.equal(logits_BV, before_BV)
+
+
+def test_a_large_batch_is_sampled_in_portions_with_the_same_result(monkeypatch):
+    """Where temporaries are bounded to two rows at a time, seven rows choose as they do all at once."""
+    rows = [Row(SamplingParams(temperature=1, top_p=0.9, logprobs=i), i) for i in range(7)]
+    logits_BV = make_logits(7, 100)
+    at_once = sample(logits_BV, rows)
+    monkeypatch.setattr(sampling, "PORTION_ON_CPU", 200)
+    assert sample(logits_BV, rows) == at_once
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 256, 1000, 49_152])

@@ -5,10 +5,11 @@ inverse of its cumulative distribution. A step that failed or was preempted ther
 Probabilities become integers (in units of 2**-34 of the likeliest token's), held in floats: their sums are exact in
 whatever order a kernel adds, so a row's result is the same bit for bit in a batch of 1 and of 256.
 Order of the filters and treatment of ties are those of transformers' LogitsProcessors: temperature, top-k, top-p.
-Cost: greedy rows pay one pass over the logits; drawn rows about six more; only top-k and top-p rows are ordered, and
-only as deep as they need (a nucleus is sought in the 256 likeliest tokens first, then 4,096, then all).
+Cost: greedy rows pay one pass over the logits; drawn rows about six more; top-k rows are ordered k deep; of a top-p row
+only the tokens near the nucleus's edge are ordered, which a histogram of the scores finds.
 
-Shapes: B rows of the batch, R some of those rows, V vocabulary, C candidates in descending order, N blocks of K tokens.
+Shapes: B rows of the batch, R some of those rows, V vocabulary, C candidates in descending order,
+N blocks of K tokens or N buckets.
 """
 
 import math
@@ -26,7 +27,9 @@ MAX_LOGPROBS = 20
 NUM_WEIGHT_BITS = 34  # 2**34 * 2**19 tokens = 2**53: the largest sum that a float64 still holds exactly
 MAX_VOCABULARY = 1 << 19
 BLOCK = 256
-NUCLEUS_WIDTHS = (256, 4096)
+NUM_BUCKETS = 1024
+PORTION_ON_CPU = 1 << 18  # logits worked on at once: 1 MiB of float32
+PORTION_ELSEWHERE = 1 << 25
 MASK_64 = (1 << 64) - 1
 
 
@@ -105,7 +108,7 @@ def sample(logits_BV: Tensor, rows: Sequence[Row]) -> list[Sampled]:
     tokens: list[int] = token_B.tolist()
     sound = [i for i, peak in enumerate(peaks) if math.isfinite(peak)]
 
-    if drawn := [i for i in sound if rows[i].params.temperature > 0]:
+    for drawn in _portions([i for i in sound if rows[i].params.temperature > 0], logits_BV):
         scores_RV = _temper(_take(logits_BV, drawn), _take(peak_B, drawn), [rows[i].params for i in drawn])
         for i, token in zip(drawn, _draw(scores_RV, [rows[i] for i in drawn]), strict=True):
             tokens[i] = token
@@ -114,7 +117,7 @@ def sample(logits_BV: Tensor, rows: Sequence[Row]) -> list[Sampled]:
         Sampled(token) if math.isfinite(peak) else Sampled(-1, error=_trouble(peak, row.position))
         for token, peak, row in zip(tokens, peaks, rows, strict=True)
     ]
-    if asked := [i for i in sound if rows[i].params.logprobs is not None]:
+    for asked in _portions([i for i in sound if rows[i].params.logprobs is not None], logits_BV):
         num_top = [rows[i].params.logprobs or 0 for i in asked]
         logits_RV, peak_R = _take(logits_BV, asked), _take(peak_B, asked)
         reports = _logprobs(logits_RV, peak_R, [tokens[i] for i in asked], num_top)
@@ -199,7 +202,9 @@ def _filter(scores_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         floor_R[torch.tensor(cut, device=scores_RV.device)] = kth_R
         weights_RV.mul_(scores_RV >= floor_R[:, None])
     if nuclear := [i for i, p in enumerate(params) if p.top_p < 1]:
-        _keep_nucleus(scores_RV, weights_RV, nuclear, [params[i].top_p for i in nuclear])
+        some_scores_RV, some_weights_RV = _take(scores_RV, nuclear), _take(weights_RV, nuclear)
+        kept_RV = _nucleus(some_scores_RV, some_weights_RV, [params[i].top_p for i in nuclear])
+        weights_RV.index_copy_(0, torch.tensor(nuclear, device=scores_RV.device), some_weights_RV * kept_RV)
     return weights_RV
 
 
@@ -208,51 +213,44 @@ def _kth_highest(scores_RV: Tensor, ks: Sequence[int]) -> Tensor:
     return _pick(highest_RC, torch.tensor(ks, device=scores_RV.device) - 1)
 
 
-def _keep_nucleus(scores_RV: Tensor, weights_RV: Tensor, rows: list[int], top_ps: Sequence[float]) -> None:
-    """Zero, in `weights_RV[rows]`, every token outside the nucleus: those that weigh <= 1 - top_p with all lesser ones.
+def _nucleus(scores_RV: Tensor, weights_RV: Tensor, top_ps: Sequence[float]) -> Tensor:
+    """True for the tokens to keep; a token is cut if it and all lesser ones together weigh at most 1 - top_p.
 
     Of equal tokens at the edge those with the higher ids stay, as after a stable ascending sort (transformers' sort is
     not, so there the choice among equals is torch's). One always stays.
+
+    The edge is found in two strides: a histogram names the bucket of scores that holds it, then that bucket is ordered.
     """
-    top_p_by_row = dict(zip(rows, top_ps, strict=True))
-    num_tokens = scores_RV.shape[1]
-    for width in (*(w for w in NUCLEUS_WIDTHS if w < num_tokens), num_tokens):
-        some_scores_RV, some_weights_RV = _take(scores_RV, rows), _take(weights_RV, rows)
-        size_R, edge_R, at_edge_R = _nucleus(some_scores_RV, some_weights_RV, width, [top_p_by_row[i] for i in rows])
-        sizes: list[int] = size_R.tolist()
-        found = [j for j, size in enumerate(sizes) if size < width or width == num_tokens]
-        if found:
-            kept_RV = _inside(_take(some_scores_RV, found), _take(edge_R, found), _take(at_edge_R, found))
-            target = torch.tensor([rows[j] for j in found], device=scores_RV.device)
-            weights_RV.index_copy_(0, target, _take(some_weights_RV, found) * kept_RV)
-        rows = [row for row, size in zip(rows, sizes, strict=True) if size == width]
-        if not rows:
-            return
-
-
-def _nucleus(
-    scores_RV: Tensor, weights_RV: Tensor, width: int, top_ps: Sequence[float]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Among the `width` likeliest: how many the nucleus keeps, the lowest score kept, and how many of these are at it.
-
-    All three depend on values only, so the order that topk gives to equals does not matter.
-    """
-    highest = scores_RV.topk(width, dim=-1)
-    total_R1 = weights_RV.sum(-1, dtype=torch.float64)[:, None]
-    candidate_RC = weights_RV.gather(1, highest.indices).double()
-    tail_RC = total_R1 - candidate_RC.cumsum(-1) + candidate_RC
     cut_R1 = _column([1 - p for p in top_ps], scores_RV)[:, None]
-    size_R = ((tail_RC / total_R1).float() > cut_R1).sum(-1).clamp_(min=1)
-    edge_R = _pick(highest.values, size_R - 1)
-    kept_RC = torch.arange(width, device=scores_RV.device) < size_R[:, None]
-    at_edge_R = (kept_RC & (highest.values == edge_R[:, None])).sum(-1)
-    return size_R, edge_R, at_edge_R
+    bucket_RV = _buckets(scores_RV)
+    mass_RN = torch.zeros(len(top_ps), NUM_BUCKETS, dtype=torch.float64, device=scores_RV.device)
+    mass_RN.scatter_add_(1, bucket_RV, weights_RV.double())
+    total_R1 = mass_RN.sum(-1, keepdim=True)
+    tail_RN = total_R1 - mass_RN.cumsum(-1) + mass_RN
+    reached_RN = ((tail_RN / total_R1).float() > cut_R1) & (mass_RN > 0)
+    edge_R1 = (reached_RN * torch.arange(NUM_BUCKETS, device=scores_RV.device)).amax(-1, keepdim=True)
+
+    edge_scores_RV = torch.where(bucket_RV == edge_R1, scores_RV, -math.inf)
+    width = int((edge_scores_RV > -math.inf).sum(-1, dtype=torch.int32).max())
+    score_RC, id_RC = edge_scores_RV.topk(width, dim=-1)
+    weight_RC = weights_RV.gather(1, id_RC).double()
+    tail_RC = tail_RN.gather(1, edge_R1) - weight_RC.cumsum(-1) + weight_RC
+    kept_RC = ((tail_RC / total_R1).float() > cut_R1) & (score_RC > -math.inf)
+    kept_RC[:, 0] = True
+    lowest_R = _pick(score_RC, kept_RC.sum(-1) - 1)
+    return _inside(scores_RV, lowest_R, (kept_RC & (score_RC == lowest_R[:, None])).sum(-1))
+
+
+def _buckets(scores_RV: Tensor) -> Tensor:
+    """The bucket of each score, 0 for the highest: equal widths from 0 down to the lowest score that has any weight."""
+    lowest_R1 = scores_RV.amin(-1, keepdim=True).clamp_(-NUM_WEIGHT_BITS * math.log(2), -1e-6)
+    return (scores_RV * ((NUM_BUCKETS - 1) / lowest_R1)).clamp_(max=NUM_BUCKETS - 1).long()
 
 
 def _inside(scores_RV: Tensor, edge_R: Tensor, at_edge_R: Tensor) -> Tensor:
-    """True above the edge, and for the last `at_edge` of the tokens exactly at it."""
+    """True for scores above the edge, and for the last `at_edge` of the tokens exactly at it."""
     at_RV = scores_RV == edge_R[:, None]
-    num_at_R = at_RV.sum(-1)
+    num_at_R = at_RV.sum(-1, dtype=torch.int32)
     inside_RV = scores_RV >= edge_R[:, None]
     if bool((num_at_R > at_edge_R).any()):
         nth_RV = at_RV.cumsum(-1, dtype=torch.int32)
@@ -306,6 +304,13 @@ def _trouble(peak: float, position: int) -> str:
             "check the weights for non-finite values, or run in bfloat16 or float32 if float16 overflows",
         )
     )
+
+
+def _portions(rows: list[int], logits_BV: Tensor) -> list[list[int]]:
+    """The rows in portions whose temporaries stay in a CPU's cache, and bounded in a GPU's memory."""
+    num_elements = PORTION_ON_CPU if logits_BV.device.type == "cpu" else PORTION_ELSEWHERE
+    num_rows = max(1, num_elements // logits_BV.shape[1])
+    return [rows[i : i + num_rows] for i in range(0, len(rows), num_rows)]
 
 
 def _blocks(x_RV: Tensor, width: int, fill: float) -> Tensor:

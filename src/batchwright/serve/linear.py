@@ -40,13 +40,13 @@ def can_pack(dtype: torch.dtype) -> bool:
     """Whether this build of torch, on this CPU, packs and multiplies weights of `dtype`: tried once, on a tiny one."""
     try:
         product_MN = _packed_product(torch.ones(3, 32, dtype=dtype), _pack(torch.ones(16, 32, dtype=dtype)), None)
-    except (RuntimeError, AttributeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):
         return False
     return bool((product_MN == 32).all())
 
 
 def _pack(weight_NK: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight.default(weight_NK, _ROWS_HINT)
+    packed: Tensor = _REORDER(weight_NK, _ROWS_HINT)
     return packed
 
 
@@ -60,4 +60,5 @@ def _missing(*_: object) -> Tensor:
 
 
 _NO_SCALARS: list[None] = []
+_REORDER = getattr(getattr(torch.ops.mkldnn, "_reorder_linear_weight", None), "default", _missing)
 _POINTWISE = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", _missing)

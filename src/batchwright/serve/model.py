@@ -9,7 +9,7 @@ Shapes: T tokens of the step, R rows of them whose logits are wanted, E hidden, 
 D values per head, I MLP width, V vocabulary, F = (H + 2K) * D.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,14 +36,21 @@ Take = Callable[[str], Tensor]
 class Decoder:
     """`forward` runs one step. Weights are taken one by one and joined, so loading peaks at one layer extra."""
 
-    def __init__(self, config: Mapping[str, Any], take: Take, freq_C: Tensor | None = None) -> None:
-        """`config` as in `config.json`; `freq_C` overrides its rotary frequencies."""
+    def __init__(
+        self, config: Mapping[str, Any], take: Take, freq_C: Tensor | None = None, *, in_pair_order: bool = False
+    ) -> None:
+        """`config` as in `config.json`; `freq_C` overrides its rotary frequencies.
+
+        `in_pair_order`: query and key rows already come in pair order, as GGUF stores them.
+        """
         self.shape = supported_shape(config)
         self._eps = float(config.get("rms_norm_eps", 1e-6))
         self._embedding_VE = take("model.embed_tokens.weight")
         freq_C = frequencies(config, self.shape.head_dim) if freq_C is None else freq_C
         self._freq_C = freq_C.to(self._embedding_VE.device)
-        self._layers = [_Layer(self.shape, self._eps, f"model.layers.{i}.", take) for i in range(self.shape.num_layers)]
+        take_qk = take if in_pair_order else lambda name: interleave(take(name), self.shape.head_dim)
+        names = [f"model.layers.{i}." for i in range(self.shape.num_layers)]
+        self._layers = [_Layer(self.shape, self._eps, name, take, take_qk) for name in names]
         self._norm_E = take("model.norm.weight")
         self._head = Linear(self._embedding_VE if self.shape.tied_embeddings else take("lm_head.weight"))
 
@@ -57,8 +64,10 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, logit_rows_R: Tensor) -> Tensor:
-        """logits_RV in float32, in the order of `logit_rows_R` (int64, may be empty). `attend` is called once per
-        layer, in order. T is at least 1; all tensors are on the decoder's device."""
+        """logits_RV in float32, in the order of `logit_rows_R` (int64, may be empty).
+
+        `attend` is called once per layer, in order. T is at least 1; all tensors are on the decoder's device.
+        """
         x_TE = F.embedding(tokens_T, self._embedding_VE)
         turn_T1C = rotations(positions_T, self._freq_C)
         for i, layer in enumerate(self._layers[:-1]):
@@ -74,25 +83,25 @@ class Decoder:
 class _Layer:
     """Attention and MLP with their norms; the residual x_TE is updated in place."""
 
-    __slots__ = ("_down", "_eps", "_gate_up", "_norm_mlp_E", "_norm_qkv_E", "_out", "_qkv", "_shape", "_sizes")
+    __slots__ = ("_down", "_eps", "_gate_up", "_norm_mlp_E", "_norm_qkv_E", "_num_rotated", "_out", "_qkv", "_shape")
 
-    def __init__(self, shape: ModelShape, eps: float, name: str, take: Take) -> None:
+    def __init__(self, shape: ModelShape, eps: float, name: str, take: Take, take_qk: Take) -> None:
         self._shape, self._eps = shape, eps
-        self._sizes = ((shape.num_heads + shape.num_kv_heads) * shape.head_dim, shape.num_kv_heads * shape.head_dim)
+        self._num_rotated = shape.num_heads + shape.num_kv_heads
         self._norm_qkv_E = take(name + "input_layernorm.weight")
         self._norm_mlp_E = take(name + "post_attention_layernorm.weight")
-        self._qkv = _joined_qkv(shape, name + "self_attn.", take)
-        self._out = _joined(take, shape.output_bias, name + "self_attn.o_proj")
-        self._gate_up = _joined(take, shape.mlp_bias, name + "mlp.gate_proj", name + "mlp.up_proj")
-        self._down = _joined(take, shape.mlp_bias, name + "mlp.down_proj")
+        self._qkv = _joined_qkv(shape, name + "self_attn.", take, take_qk)
+        self._out = _joined(take, [name + "self_attn.o_proj"], has_bias=shape.output_bias)
+        self._gate_up = _joined(take, [name + "mlp.gate_proj", name + "mlp.up_proj"], has_bias=shape.mlp_bias)
+        self._down = _joined(take, [name + "mlp.down_proj"], has_bias=shape.mlp_bias)
 
     def attention(self, index: int, x_TE: Tensor, turn_T1C: Tensor, attend: Attend) -> Tensor:
         shape = self._shape
         qkv_TF = self._qkv(F.rms_norm(x_TE, (shape.hidden,), self._norm_qkv_E, self._eps))
-        qk_TF, v_TF = qkv_TF.split(self._sizes, 1)
-        qk_TGD = rotate(qk_TF.unflatten(1, (-1, shape.head_dim)), turn_T1C)
-        q_THD, k_TKD = qk_TGD.split((shape.num_heads, shape.num_kv_heads), 1)
-        return attend(index, q_THD, k_TKD, v_TF.unflatten(1, (-1, shape.head_dim)))
+        qkv_TGD = qkv_TF.view(len(qkv_TF), -1, shape.head_dim)
+        qk_TGD = rotate(qkv_TGD[:, : self._num_rotated], turn_T1C)
+        num_heads = shape.num_heads
+        return attend(index, qk_TGD[:, :num_heads], qk_TGD[:, num_heads:], qkv_TGD[:, self._num_rotated :])
 
     def join(self, x_TE: Tensor, o_TE: Tensor) -> Tensor:
         return x_TE.add_(self._out(o_TE))
@@ -134,25 +143,29 @@ def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (inner, hidden, shape.mlp_bias),
         "mlp.down_proj": (hidden, inner, shape.mlp_bias),
     }
-    layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
+    layer: dict[str, tuple[int, ...]] = dict.fromkeys(norms, (hidden,))
     layer |= {f"{name}.weight": (rows, columns) for name, (rows, columns, _) in projections.items()}
     layer |= {f"{name}.bias": (rows,) for name, (rows, _, has_bias) in projections.items() if has_bias}
-    found = {"model.embed_tokens.weight": (shape.vocab, hidden), "model.norm.weight": (hidden,)}
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (shape.vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
     found |= {f"model.layers.{i}.{name}": dims for i in range(shape.num_layers) for name, dims in layer.items()}
     return found if shape.tied_embeddings else found | {"lm_head.weight": (shape.vocab, hidden)}
 
 
-def _joined_qkv(shape: ModelShape, name: str, take: Take) -> Linear:
-    """Query, key and value projections as one, queries and keys in pair order."""
+def _joined_qkv(shape: ModelShape, name: str, take: Take, take_qk: Take) -> Linear:
+    def whole(kind: str) -> Tensor:
+        rotated = [take_qk(f"{name}{part}_proj.{kind}") for part in "qk"]
+        return torch.cat([*rotated, take(f"{name}v_proj.{kind}")])
 
-    def part(projection: str, kind: str) -> Tensor:
-        rows = take(f"{name}{projection}_proj.{kind}")
-        return rows if projection == "v" else interleave(rows, shape.head_dim)
-
-    weight_FE = torch.cat([part(projection, "weight") for projection in "qkv"])
-    return Linear(weight_FE, torch.cat([part(projection, "bias") for projection in "qkv"]) if shape.qkv_bias else None)
+    return Linear(whole("weight"), whole("bias") if shape.qkv_bias else None)
 
 
-def _joined(take: Take, has_bias: bool, *names: str) -> Linear:
-    weight = torch.cat([take(f"{name}.weight") for name in names])
-    return Linear(weight, torch.cat([take(f"{name}.bias") for name in names]) if has_bias else None)
+def _joined(take: Take, names: Sequence[str], *, has_bias: bool) -> Linear:
+    def whole(kind: str) -> Tensor:
+        parts = [take(f"{name}.{kind}") for name in names]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    return Linear(whole("weight"), whole("bias") if has_bias else None)

@@ -1,10 +1,10 @@
 """Rotary position embedding: the frequencies a config asks for, and the rotation of queries and keys.
 
 Pairs of a head's values are rotated as complex numbers, in float32, by angle position * frequency (Su et al. 2021,
-RoFormer, eq. 34; Llama-3 scaling as published with Llama 3.1). A checkpoint pairs value i with value i + D/2; `interleave`
-reorders the rows of the query and key projections once, at load, so that a pair is adjacent and the rotation is one
-complex product instead of a gather, two products and a sum. Both sides of every q.k get the same order, so scores do
-not change; whoever reads the keys sees them in pair order.
+RoFormer, eq. 34; Llama-3 scaling as published with Llama 3.1). A Hugging Face checkpoint pairs value i with value
+i + D/2; `interleave` reorders the rows of the query and key projections once, at load, so that a pair is adjacent and
+the rotation is one complex product instead of a gather, two products and a sum. Both sides of every q.k get the same
+order, so scores do not change; whoever reads the keys sees them in pair order.
 
 Shapes: T tokens, C = D/2 complex values per head, G heads (queries and keys together), N rows, K inputs.
 """
@@ -34,8 +34,11 @@ def frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
 
 
 def _scaled_llama3(freq_C: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    """Wavelengths over `original / low_freq_factor` are stretched by `factor`, those under `original / high_freq_factor`
-    kept, and those between blended linearly in `original / wavelength`."""
+    """Stretches slow frequencies by `factor`.
+
+    With w wavelengths in the original context: all of it where w is under `low_freq_factor`, none where it is over
+    `high_freq_factor`, and blended linearly in w between.
+    """
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     if missing := [key for key in keys if not isinstance(settings.get(key), int | float)]:
         fact = f"its llama3 scaling lacks {', '.join(missing)}"
@@ -48,22 +51,21 @@ def _scaled_llama3(freq_C: Tensor, settings: Mapping[str, Any]) -> Tensor:
 
 def interleave(rows_NK: Tensor, head_dim: int) -> Tensor:
     """Within each head, the order 0, D/2, 1, D/2 + 1, ... Also for a bias (N only)."""
-    return rows_NK.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
-
-
-def separate(rows_NK: Tensor, head_dim: int) -> Tensor:
-    """Undoes `interleave`."""
-    return rows_NK.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+    halves = rows_NK.view(-1, 2, head_dim // 2, *rows_NK.shape[1:])
+    return halves.transpose(1, 2).reshape(rows_NK.shape)
 
 
 def rotations(positions_T: Tensor, freq_C: Tensor) -> Tensor:
-    """turn_T1C, complex64: the rotation of each pair at each position. The angle is rounded to float32, as models were
-    trained with; computing it more exactly moves logits, by up to 5e-4 rad at position 8,192."""
+    """turn_T1C, complex64: the rotation of each pair at each position.
+
+    The angle is rounded to float32, as in training; a more exact one would differ by up to 5e-4 rad at position 8,192.
+    """
     angle_T1C = (positions_T[:, None] * freq_C)[:, None, :]
     return torch.complex(angle_T1C.cos(), angle_T1C.sin())
 
 
 def rotate(x_TGD: Tensor, turn_T1C: Tensor) -> Tensor:
     """x_TGD rotated, in its dtype; float32 is rotated in place."""
-    x_TGC = torch.view_as_complex(x_TGD.float().unflatten(2, (-1, 2)))
-    return torch.view_as_real(x_TGC.mul_(turn_T1C)).flatten(2).to(x_TGD.dtype)
+    num_tokens, num_heads, head_dim = x_TGD.shape
+    x_TGC = torch.view_as_complex(x_TGD.float().view(num_tokens, num_heads, head_dim // 2, 2))
+    return torch.view_as_real(x_TGC.mul_(turn_T1C)).view(num_tokens, num_heads, head_dim).to(x_TGD.dtype)

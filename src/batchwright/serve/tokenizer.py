@@ -1,9 +1,9 @@
 """Text to token ids and back: encoding, streaming decoding, and chat templates.
 
-Encoding is the `tokenizers` library's, from a `tokenizer.json` or rebuilt from a GGUF file's vocabulary. A `StreamDecoder`
-turns ids into text one at a time, in constant time per token, and never emits half a character: its pieces joined
-are exactly `decode` of all ids. Chat templates come with the weights and are therefore foreign code: they are rendered in
-Jinja's immutable sandbox, with loops and repetitions limited.
+Encoding is the `tokenizers` library's, from a `tokenizer.json` or rebuilt from a GGUF file's vocabulary. A
+`StreamDecoder` turns ids into text one at a time, in constant time per token, and never emits half a character: its
+pieces joined are exactly `decode` of all ids. Chat templates come with the weights and are therefore foreign code: they
+are rendered in Jinja's immutable sandbox, with loops and repetitions limited.
 """
 
 import codecs
@@ -42,16 +42,19 @@ class Tokenizer:
     special: Mapping[str, str] = field(default_factory=dict)
     chat_template: str | None = None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`; special tokens written in it are recognised. `add_special_tokens` puts BOS or EOS where the
-        model wants them: leave it on for plain text, off for the output of a chat template, which writes its own."""
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`; special tokens written in it are recognised.
+
+        `add_special_tokens` puts BOS or EOS where the model wants them: leave it on for plain text, off for the output
+        of a chat template, which writes its own.
+        """
         ids: list[int] = self.core.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return str(self.core.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def stream(self, skip_special_tokens: bool = False) -> "StreamDecoder":
+    def stream(self, *, skip_special_tokens: bool = False) -> "StreamDecoder":
         """A fresh decoder for one request's output."""
         hidden = self._special_ids if skip_special_tokens else frozenset[int]()
         if self._is_byte_level:
@@ -59,10 +62,13 @@ class Tokenizer:
         return _WindowStream(self.core, hidden)
 
     def apply_chat_template(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, add_generation_prompt: bool = True
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = True
     ) -> str:
-        """The prompt as text; encode it with `add_special_tokens=False`. Raises RequestError where the template rejects
-        the messages, UnsupportedModel where there is no template or the sandbox refuses it."""
+        """The prompt as text; encode it with `add_special_tokens=False`.
+
+        Raises RequestError where the template rejects the messages, UnsupportedModel where there is no template or the
+        sandbox refuses it.
+        """
         asked = "rendering the chat template"
         try:
             return self._template.render(
@@ -165,7 +171,7 @@ def _is_byte_token(token: str) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters byte-level BPE spells bytes with (GPT-2): printable ones stand for themselves, the rest for 256 on."""
+    """GPT-2's spelling of bytes: printable ones stand for themselves, the others are characters 256 and up."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -190,7 +196,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         self.filters["tojson"] = _to_json
-        self.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
+        self.globals |= {"raise_exception": _raise, "strftime_now": _now}
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if any(isinstance(value, int | float) and abs(value) > _MAX_REPEAT for value in (left, right)):
@@ -202,7 +208,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+def _now(form: str) -> str:
+    """Local time: a template tells the model what day it is where it runs."""
+    return datetime.now().astimezone().strftime(form)
+
+
+def _to_json(value: Any, *, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
@@ -221,7 +232,8 @@ def from_directory(path: Path) -> Tokenizer | None:
     config = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
     special = _special_tokens(config)
     if "add_bos_token" in config or "add_eos_token" in config:
-        _wrap(core, special, bool(config.get("add_bos_token")), bool(config.get("add_eos_token")))
+        add_bos, add_eos = (bool(config.get(f"add_{end}_token")) for end in ("bos", "eos"))
+        _wrap(core, special, add_bos=add_bos, add_eos=add_eos)
     file = path / "chat_template.jinja"
     template = file.read_text("utf-8") if file.is_file() else _default_template(config.get("chat_template"))
     return Tokenizer(core, special, template)
@@ -256,7 +268,7 @@ def _default_template(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _wrap(core: Core, special: Mapping[str, str], add_bos: bool, add_eos: bool) -> None:
+def _wrap(core: Core, special: Mapping[str, str], *, add_bos: bool, add_eos: bool) -> None:
     """An explicit add_bos_token or add_eos_token replaces whatever the file adds, as in transformers."""
     ends = [special.get("bos_token") if add_bos else None, special.get("eos_token") if add_eos else None]
     before, after = ([token] if token and core.token_to_id(token) is not None else [] for token in ends)
@@ -284,7 +296,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     core.add_tokens(_added(tokens, types, _USER_DEFINED))
     special = _special_of_gguf(metadata, tokens)
     add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", rules in _LLAMA3))
-    _wrap(core, special, add_bos, bool(metadata.get("tokenizer.ggml.add_eos_token")))
+    _wrap(core, special, add_bos=add_bos, add_eos=bool(metadata.get("tokenizer.ggml.add_eos_token")))
     return Tokenizer(core, special, metadata.get("tokenizer.chat_template"))
 
 

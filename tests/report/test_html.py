@@ -6,6 +6,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 
+import msgspec
 import pytest
 
 from batchwright.errors import ConfigError
@@ -182,6 +183,15 @@ def test_whatever_comes_from_outside_is_escaped() -> None:
         assert any(HOSTILE in text for text in tree.texts[tag]), tag
 
 
+def test_failed_steps_are_drawn_and_explained_only_where_there_are_any(whole: str) -> None:
+    """A legend for what one never sees would be noise."""
+    failed = changed_step(failed="oom")
+    source = render(lone(requests=[only_request()], steps=[failed]))
+    assert '<rect class="f" x=' in source
+    assert "<b>failed</b>" in source
+    assert "<b>failed</b>" not in whole
+
+
 def test_a_run_without_records_says_so() -> None:
     """No figure is drawn of nothing."""
     source = render(lone(requests=[], steps=[]))
@@ -206,18 +216,16 @@ def test_a_single_request_of_a_single_step_is_a_page(padding: int) -> None:
 def test_a_run_without_duration_is_a_page() -> None:
     """A step that took no time has no width, and that is all."""
     instant = only_request(finished=0.0, token_times=(0.0,))
-    Tree(render(lone(requests=[instant], steps=[replace_end(only_step(), 0.0)])))
+    Tree(render(lone(requests=[instant], steps=[changed_step(finished=0.0)])))
 
 
-def replace_end(step: StepRecord, finished: float) -> StepRecord:
-    return StepRecord(**({name: getattr(step, name) for name in step.__struct_fields__} | {"finished": finished}))
+def changed_step(**changed: object) -> StepRecord:
+    return msgspec.structs.replace(only_step(), **changed)
 
 
 def test_a_run_without_a_cache_has_no_cache_figure() -> None:
     """Batches of anything but tokens hold no pages."""
-    step = StepRecord(
-        **({name: getattr(only_step(), name) for name in StepRecord.__struct_fields__} | {"pages_held": 0})
-    )
+    step = changed_step(pages_held=0)
     assert "<b>KV cache" not in render(lone(requests=[only_request()], steps=[step]))
 
 

@@ -57,9 +57,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         num_steps, num_failed_steps.
         time_in_steps: time within the makespan in which at least one step ran.  time_idle: the rest of it.
 
-    KV cache (over steps, counted after each step's plan was made)
-        kv_reserved_mean, kv_reserved_peak: tokens that fit into the pages held.
-        kv_stored_mean: tokens stored in them.
+    KV cache (over steps)
+        kv_reserved_mean, kv_reserved_peak: tokens that fit into the pages held while a step ran.
+        kv_stored_mean: tokens stored in them when it ended.
         kv_waste: 1 - sum of tokens stored / sum of tokens that fit into the pages held.
     """
 

@@ -59,7 +59,7 @@ def scales_of(grids: Sequence[Grid]) -> Scales:
     pool = max((_pool(step) for step in steps), default=0)
     return Scales(
         end=max((grid.end for grid in grids), default=0.0),
-        kv_top=pool if pool <= 1.6 * held else held,
+        kv_top=max(pool, held) if pool <= 1.6 * held else held,
         queue_top=max((max(_num_live(step), step.num_waiting) for step in steps), default=0),
     )
 

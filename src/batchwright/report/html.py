@@ -97,7 +97,7 @@ def render(page: Page) -> str:
         f"<title>{escape(page.title)}</title>\n<style>\n{_asset('page.css')}</style>\n</head>\n<body>\n"
         f"{_asset('patterns.svg')}<header>\n<h1>{escape(page.title)}</h1>\n"
         f'<p class="subtitle">{escape(page.subtitle)}</p>\n{_facts(page.facts)}</header>\n<main>\n'
-        f"{_LEGEND}{scenes}{_definitions(page.scenes)}</main>\n"
+        f"{_legend(page.scenes)}{scenes}{_definitions(page.scenes)}</main>\n"
         f"<script>\n{_asset('page.js')}</script>\n</body>\n</html>\n"
     )
 
@@ -111,6 +111,12 @@ def _styles(page: Page) -> dict[str, str]:
 def _facts(facts: Iterable[tuple[str, str]]) -> str:
     pairs = "".join(f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in facts)
     return f'<dl class="facts">{pairs}</dl>\n' if pairs else ""
+
+
+def _legend(scenes: Iterable[Scene]) -> str:
+    """The grids in plain words; failed steps are explained only where there are any."""
+    failed = any(step.failed is not None for scene in scenes for run in scene.runs for step in run.steps)
+    return f"{_LEGEND}{_LEGEND_OF_FAILED if failed else ''}{_LEGEND_END}"
 
 
 def _scene(scene: Scene, number: int, styles: dict[str, str]) -> str:
@@ -268,8 +274,9 @@ _LEGEND: Final = (
     f"done. An {_named('n', 'empty')} row is held by nobody while a step runs and costs nothing; where the paper is "
     "bare, no step runs. The shares above a grid are of all that was executed, in rows × time. Below it, on the same "
     "axis: how much of the KV cache is held and how much of that stores tokens, and how many requests run and wait. "
-    '<span class="hover">Point at a row, or tap it, to see whose it is.</span></p></section>\n'
 )
+_LEGEND_OF_FAILED: Final = f"In a {_named('f', 'failed')} step nothing that was computed counts. "
+_LEGEND_END: Final = '<span class="hover">Point at a row, or tap it, to see whose it is.</span></p></section>\n'
 
 _AXIS_CHOICE: Final = (
     '<div class="axis-choice" role="group" aria-label="Horizontal axis" hidden><span>Horizontal axis</span>'

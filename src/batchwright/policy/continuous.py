@@ -55,13 +55,14 @@ class ContinuousSettings:
 class _Draft:
     """A plan being made."""
 
-    __slots__ = ("budget", "chunks", "flight", "plan_id")
+    __slots__ = ("budget", "chunks", "flight", "plan_id", "short_of_pages")
 
     def __init__(self, plan_id: int, budget: int) -> None:
         self.plan_id = plan_id
         self.budget = budget  # positions left
         self.chunks: list[Chunk] = []
         self.flight: Flight = {}
+        self.short_of_pages = False  # somebody lost its pages to it
 
 
 class Continuous:
@@ -74,7 +75,8 @@ class Continuous:
         self._reserved = 0  # pages set aside for running requests and not yet granted
         self._budget = self.settings.token_budget  # shrinks when a step runs out of memory, and recovers
         self._preempted: list[str] = []  # since the last plan
-        self._retries: deque[list[Progress]] = deque()  # parts of failed steps, to be run apart
+        self._retries: deque[list[Progress]] = deque()  # parts of failed steps
+        self._is_retrying = False  # such parts run alone, and nothing else until all have
         watermark = 0.01 if self.settings.watermark is None else self.settings.watermark
         self._watermark = int(watermark * memory.num_pages) if self.settings.capacity == "utilization" else 0
 
@@ -92,10 +94,11 @@ class Continuous:
         """Nothing to do: continuous batching never waits for company."""
 
     def advance(self, now: float) -> tuple[Dropped, ...]:
-        expired = self._ledger.expire(now)
-        for progress in expired:
+        dropped = []
+        for progress in self._ledger.expire(now):
             self._end(progress)
-        return tuple(progress.expired(now) for progress in expired)
+            dropped.append(progress.expired(now))
+        return tuple(dropped)
 
     def commit(self, plan_id: int, now: float, outcome: StepOutcome) -> tuple[Dropped, ...]:
         ended, failed = self._ledger.settle(plan_id, outcome)
@@ -111,25 +114,34 @@ class Continuous:
         return self._ledger.next_expiry()
 
     @property
+    def memory(self) -> Memory:
+        return self._ledger.memory
+
+    @property
     def load(self) -> Load:
         return self._ledger.load(len(self._running))
 
     # ---- planning
 
     def plan(self, now: float) -> StepPlan | None:
-        retry = self._plan_retry()
-        if retry is not None or self._retries:
-            return retry
+        if self._is_retrying:
+            if self._ledger.num_in_flight:
+                return None
+            retry = self._plan_retry()
+            if retry is not None:
+                return retry
+            self._is_retrying = False
+        self._displace()
         draft = _Draft(self._ledger.next_plan_id, self._budget)
         self._continue_running(draft, list(self._running))
-        if not self._preempted:
+        if not draft.short_of_pages:
             self._admit_waiting(draft)
         full = draft.budget == 0 or len(self._running) == self.settings.max_rows
         return self._launch(draft, "full" if full else "idle")
 
     def _plan_retry(self) -> StepPlan | None:
-        """The next part of a failed step, alone; nothing else runs until all parts have."""
-        while self._retries and not self._ledger.num_in_flight:
+        """The next part of a failed step, unless all its rows have ended."""
+        while self._retries:
             draft = _Draft(self._ledger.next_plan_id, self._budget)
             self._continue_running(draft, self._retries.popleft())
             if draft.chunks:
@@ -150,7 +162,7 @@ class Continuous:
             if row.length - row.done != 1:
                 prefills.append(row)
                 continue
-            if not row.running or row.paused_through >= plan_id:
+            if not row.running or (row.paused and not self._resumes(row)):
                 continue
             if not draft.budget:
                 break
@@ -166,8 +178,13 @@ class Continuous:
             flight[request_id] = row, 1
             chunks.append(Chunk(request_id, start, 1, 0, row.promise(1), num_granted, row.pages))
         for row in prefills:
-            if draft.budget and row.running and row.done < row.length and row.paused_through < plan_id:
+            if draft.budget and row.running and row.done < row.length and self._resumes(row):
                 self._add_chunk(draft, row)
+
+    def _resumes(self, row: Progress) -> bool:
+        """Whether `row` takes part, as it does unless it is paused and has not landed yet."""
+        row.paused = row.paused and self._ledger.in_flight(row)
+        return not row.paused
 
     def _admit_waiting(self, draft: _Draft) -> None:
         """New and preempted requests in order of rank; the first that does not fit holds the rest back."""
@@ -175,10 +192,8 @@ class Continuous:
         while draft.budget and len(waiting):
             row = waiting[0]
             shared = self._ledger.find_prefix(row)
-            if len(self._running) >= self.settings.max_rows or not self._fits(row, shared):
-                if not self._displace_for(row, draft):
-                    return
-                continue
+            if not self._fits(row, shared):
+                return
             waiting.remove(row.rank)
             self._running.add(row.rank, row)
             row.running = True
@@ -212,6 +227,9 @@ class Continuous:
         return self._ledger.memory.pages_for(row.length if self.settings.capacity == "utilization" else longest)
 
     def _fits(self, row: Progress, shared: tuple[int, ...]) -> bool:
+        """Whether there is a row for it, and the pages that it needs beside those it shares."""
+        if len(self._running) >= self.settings.max_rows:
+            return False
         pool = self._ledger.pool
         revived = sum(not pool.is_held(page) for page in shared)
         margin = self._watermark if len(self._running) else 0
@@ -228,20 +246,24 @@ class Continuous:
         """Whether a page can be had for `row`, taking it from those ranked behind if need be."""
         while not row.reserved and self._available < 1:
             victim = self._running[-1]
-            if victim is row or not self._preempt(victim, draft):
+            if victim is row or not self._preempt(victim):
                 return False
+            draft.short_of_pages = True
         return True
 
-    def _displace_for(self, row: Progress, draft: _Draft) -> bool:
-        """Whether a running request of lower priority made way for `row`."""
-        victim = self._running[-1] if len(self._running) else row
-        outranked = victim.request.priority > row.request.priority and victim.rank > row.rank
-        return outranked and self._preempt(victim, draft)
+    def _displace(self) -> None:
+        """Running requests of lower priority make way for the first that waits, as many as it takes."""
+        waiting, running = self._ledger.waiting, self._running
+        while len(waiting) and len(running):
+            row, victim = waiting[0], running[-1]
+            outranked = victim.request.priority > row.request.priority and victim.rank > row.rank
+            if not outranked or self._fits(row, self._ledger.find_prefix(row)) or not self._preempt(victim):
+                return
 
-    def _preempt(self, victim: Progress, draft: _Draft) -> bool:
-        """Take `victim` out; one with a step in flight is paused instead, and can be taken out next time."""
-        if victim.last_plan == draft.plan_id or self._ledger.in_flight(victim):
-            victim.paused_through = draft.plan_id + (victim.last_plan == draft.plan_id)
+    def _preempt(self, victim: Progress) -> bool:
+        """Take `victim` out. One with a step in flight is paused instead, and can be taken out when it has landed."""
+        if self._ledger.in_flight(victim) or victim.last_plan == self._ledger.next_plan_id:
+            victim.paused = True
             return False
         self._leave(victim)
         self._ledger.requeue(victim)
@@ -252,7 +274,7 @@ class Continuous:
 
     def _leave(self, row: Progress) -> None:
         self._running.remove(row.rank)
-        row.running = False
+        row.running = row.paused = False
         self._reserved -= row.reserved
         row.reserved = 0
 
@@ -275,4 +297,5 @@ class Continuous:
             return (Dropped(rows[0].request.id, "out_of_memory" if outcome.failed == "oom" else "exception"),)
         half = (len(rows) + 1) // 2
         self._retries.extendleft(part for part in (rows[half:], rows[:half]) if part)
+        self._is_retrying = True
         return ()

@@ -75,7 +75,7 @@ class DelayedSize:
             return Release(num_requests, "full")
         if now >= self._due(waiting):
             return Release(num_requests, "deadline" if self._settings.max_queue_delay else "idle")
-        return Release(num_requests, "flush") if waiting[0].flushed else None
+        return Release(num_requests, "flush") if any(progress.flushed for progress in waiting) else None
 
     def wakeup(self, waiting: RankedQueue[Progress]) -> float | None:
         return self._due(waiting)

@@ -6,6 +6,7 @@ whose request has ended is executed all the same. What that wastes is in the pla
 """
 
 from collections import deque
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from batchwright.policy.ledger import Flight, Ledger, Progress, Queueing
@@ -60,16 +61,18 @@ class _Batch:
 
     def chunk(self, row: Progress | None) -> Chunk:
         """What `row` executes next, useful or not; promises it."""
+        last_position = self.num_tokens_per_row - 1
         if row is None:
-            start, padding = (self.width + self.num_rounds - 2, 1) if self.num_rounds > 1 else (0, self.width)
-            return Chunk(None, start, 0, padding, False, 0, ())
+            start = min(self.width + self.num_rounds - 2, last_position) if self.num_rounds > 1 else 0
+            return Chunk(None, start, 0, 1 if start else self.width, False, 0, ())
         table = self.tables[row.request.id]
         if row.ended or row.done == row.length:
-            start = min(row.done, row.request.num_prompt + row.limit - 1)
+            start = min(row.done, last_position)
             row.done += row.ended
-            return Chunk(row.request.id, start, 0, 1, False, 0, table)
+            return Chunk(row.request.id, start, 0, 1 if start else self.width, False, 0, table)
         start, num_tokens = row.done, row.length - row.done
-        padding, num_granted = (0, 0) if start else (self.width - num_tokens, len(table))
+        padding = 0 if start else self.width - num_tokens
+        num_granted = 0 if row.started else len(table)
         return Chunk(row.request.id, start, num_tokens, padding, row.promise(num_tokens), num_granted, table)
 
 
@@ -108,11 +111,12 @@ class Grouped:
         self._ledger.flush()
 
     def advance(self, now: float) -> tuple[Dropped, ...]:
-        expired = self._ledger.expire(now)
-        for progress in expired:
+        dropped = []
+        for progress in self._ledger.expire(now):
             self._ledger.end(progress)
+            dropped.append(progress.expired(now))
         self._close_batch()
-        return tuple(progress.expired(now) for progress in expired)
+        return tuple(dropped)
 
     def commit(self, plan_id: int, now: float, outcome: StepOutcome) -> tuple[Dropped, ...]:
         part = self._in_flight.pop(plan_id)
@@ -130,6 +134,10 @@ class Grouped:
         return min((time for time in times if time is not None), default=None)
 
     @property
+    def memory(self) -> Memory:
+        return self._ledger.memory
+
+    @property
     def load(self) -> Load:
         rows = self._batch.rows if self._batch else ()
         return self._ledger.load(sum(row is not None and not row.ended for row in rows))
@@ -140,7 +148,7 @@ class Grouped:
         self._close_batch()
         if self._batch is None:
             self._form_batch(now)
-        if self._batch is None:
+        if self._batch is None or self._must_wait():
             return None
         part = self._next_part(self._batch)
         return self._launch(self._batch, part) if part else None
@@ -175,6 +183,11 @@ class Grouped:
         self._round.extend(_Part(reason, rows[first : first + size]) for first in range(0, len(rows), size))
         self._batch.num_rounds += 1
         self._part_size = 2 * size if 2 * size < len(rows) else None
+
+    def _must_wait(self) -> bool:
+        """A part of a failed step runs alone, so that the row that breaks it is found."""
+        parts = [*self._in_flight.values(), *islice(self._round, 1)]
+        return bool(self._in_flight) and any(part.reason == "retry" for part in parts)
 
     def _next_part(self, batch: _Batch) -> _Part | None:
         """The next rows to run, or None while all that is left of the batch is in flight."""

@@ -6,7 +6,7 @@ Every admitted request ends exactly once, and pages held + free == total after e
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Literal
@@ -65,7 +65,7 @@ class Progress:
         "num_published",
         "outputs",
         "pages",
-        "paused_through",
+        "paused",
         "rank",
         "request",
         "reserved",
@@ -86,8 +86,8 @@ class Progress:
         self.done = self.committed = 0  # positions computed: promised, committed
         self.outputs = self.accepted = 0  # output tokens: promised, committed
         self.last_plan = -1
-        self.paused_through = -1  # takes no part in plans up to this one
         self.running = self.ended = self.flushed = False
+        self.paused = False  # takes no part in plans until its last one has landed
 
     def promise(self, num_tokens: int) -> bool:
         """Count `num_tokens` more positions as promised; whether their last one samples a token."""
@@ -163,9 +163,8 @@ class Ledger:
         del self.live[progress.request.id]
         self.return_pages(progress)
 
-    def expire(self, now: float) -> list[Progress]:
-        """The requests whose time has run out; the caller ends them."""
-        expired = []
+    def expire(self, now: float) -> Iterator[Progress]:
+        """The requests whose time has run out; the caller ends each before it asks for the next."""
         while self._expiries and self._expiries[0][0] <= now:
             _, _, progress, only_waiting = heappop(self._expiries)
             if progress.ended or (only_waiting and progress.started):
@@ -173,8 +172,7 @@ class Ledger:
             if only_waiting and self._queueing.on_timeout == "delay":
                 self._move_back(progress)
             else:
-                expired.append(progress)
-        return expired
+                yield progress
 
     def next_expiry(self) -> float | None:
         """When `expire` next has something to do."""
@@ -248,7 +246,7 @@ class Ledger:
     def launch(
         self, reason: Reason, chunks: Iterable[Chunk], flight: Flight, preempted: Iterable[str] = ()
     ) -> StepPlan:
-        """Make the plan. The caller has set `last_plan` of every row in it, dead ones included."""
+        """Make the plan. The caller has set `last_plan` of every row that computes something in it."""
         plan = StepPlan(self._num_planned, reason, tuple(chunks), tuple(preempted))
         self._flights[plan.id] = flight
         self._num_planned += 1
@@ -295,6 +293,7 @@ class Ledger:
                 continue
             progress.committed += num_tokens
             progress.accepted += item.num_accepted
+            assert item.finished or item.error or progress.accepted < progress.limit, f"{item} must be finished"
             self._num_stored += num_tokens
             if item.keys:
                 progress.keys.extend(item.keys)

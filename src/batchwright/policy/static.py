@@ -31,7 +31,7 @@ class FixedSize:
     def release(self, waiting: RankedQueue[Progress], now: float) -> Release | None:
         if len(waiting) >= self._batch_size:
             return Release(self._batch_size, "full")
-        return Release(len(waiting), "flush") if waiting[0].flushed else None
+        return Release(len(waiting), "flush") if any(progress.flushed for progress in waiting) else None
 
     def wakeup(self, waiting: RankedQueue[Progress]) -> float | None:
         return None

@@ -10,6 +10,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+from batchwright.policy.pages import Memory
+
 Reason = Literal["full", "preferred", "deadline", "idle", "flush", "next", "retry"]
 """Why a plan was released: rows or token budget full; a preferred size was reached; the oldest request waited
 long enough; the machine was idle; nothing more is coming; the next step of a batch under way; a failed step
@@ -171,6 +173,11 @@ class Scheduler(Protocol):
 
     def wakeup(self, now: float) -> float | None:
         """When to ask again though nothing happens: a delay or a timeout runs out."""
+        ...
+
+    @property
+    def memory(self) -> Memory:
+        """The pages it plans for."""
         ...
 
     @property

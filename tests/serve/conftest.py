@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from batchwright.serve import weights
-from batchwright.serve.weights import LoadedModel
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from batchwright.serve import weights
+from batchwright.serve.weights import LoadedModel
 
 TINY: dict[str, Any] = {
     "vocab_size": 97,
@@ -72,9 +73,7 @@ class DenseCache:
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         if layer in self.kv:
-            k_TKD, v_TKD = (
-                torch.cat(pair) for pair in zip(self.kv[layer], (k_TKD, v_TKD), strict=True)
-            )
+            k_TKD, v_TKD = (torch.cat(pair) for pair in zip(self.kv[layer], (k_TKD, v_TKD), strict=True))
         self.kv[layer] = k_TKD, v_TKD
         num_new, num_all = len(q_THD), len(k_TKD)
         visible = torch.ones(num_new, num_all, dtype=torch.bool, device=q_THD.device).tril(num_all - num_new)

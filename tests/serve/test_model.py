@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
 from batchwright.errors import UnsupportedModel
 from batchwright.serve import linear, weights
 from batchwright.serve.linear import Linear
 from batchwright.serve.model import Decoder, supported_shape
 from batchwright.serve.rope import frequencies
-from torch import Tensor
-from transformers import AutoModelForCausalLM
-
 from tests.serve.conftest import LLAMA3_ROPE, TINY, VARIANTS, DenseCache, MakeCheckpoint
 
 TOKENS_T = torch.randint(0, TINY["vocab_size"], (150,), generator=torch.Generator().manual_seed(1))

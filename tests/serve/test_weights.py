@@ -1,4 +1,4 @@
-"""Loading: what is right loads exactly, and what is broken says in three parts which file, which tensor, which bytes."""
+"""What is right loads exactly, and what is broken says in three parts which file, which tensor, which bytes."""
 
 import json
 import shutil

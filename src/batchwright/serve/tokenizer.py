@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from jinja2 import Template, TemplateError
+from jinja2 import Template, TemplateError, Undefined
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -198,6 +198,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         self.globals |= {"raise_exception": _raise, "strftime_now": _now}
 
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
+        """At once, where Jinja's own waits until the value is used."""
+        raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__}")
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if any(isinstance(value, int | float) and abs(value) > _MAX_REPEAT for value in (left, right)):
             raise OverflowError(f"{operator} with a number over {_MAX_REPEAT:,}")
@@ -222,7 +226,11 @@ def _raise(message: str) -> None:
 
 
 def from_directory(path: Path) -> Tokenizer | None:
-    """The tokenizer of a Hugging Face checkpoint, or None where it has no `tokenizer.json`."""
+    """The tokenizer of a Hugging Face checkpoint, or None where it has no `tokenizer.json`.
+
+    That file alone says which tokens frame a text: as in transformers 5, `add_bos_token` in tokenizer_config.json has
+    no say.
+    """
     if not (path / "tokenizer.json").is_file():
         return None
     try:
@@ -230,13 +238,9 @@ def from_directory(path: Path) -> Tokenizer | None:
     except Exception as error:  # the library raises bare Exception for every kind of bad file
         raise BrokenWeights(f"reading {path / 'tokenizer.json'}", str(error), "fetch the file again") from error
     config = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
-    special = _special_tokens(config)
-    if "add_bos_token" in config or "add_eos_token" in config:
-        add_bos, add_eos = (bool(config.get(f"add_{end}_token")) for end in ("bos", "eos"))
-        _wrap(core, special, add_bos=add_bos, add_eos=add_eos)
     file = path / "chat_template.jinja"
     template = file.read_text("utf-8") if file.is_file() else _default_template(config.get("chat_template"))
-    return Tokenizer(core, special, template)
+    return Tokenizer(core, _special_tokens(config), template)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -268,16 +272,6 @@ def _default_template(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _wrap(core: Core, special: Mapping[str, str], *, add_bos: bool, add_eos: bool) -> None:
-    """An explicit add_bos_token or add_eos_token replaces whatever the file adds, as in transformers."""
-    ends = [special.get("bos_token") if add_bos else None, special.get("eos_token") if add_eos else None]
-    before, after = ([token] if token and core.token_to_id(token) is not None else [] for token in ends)
-    core.post_processor = processors.TemplateProcessing(
-        single=[*before, "$A", *after],
-        special_tokens=[(token, core.token_to_id(token)) for token in dict.fromkeys(before + after)],
-    )
-
-
 def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     """Rebuilds a byte-level BPE tokenizer. Raises UnsupportedModel for other kinds, and for rules we do not know."""
     kind, rules = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
@@ -298,6 +292,16 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", rules in _LLAMA3))
     _wrap(core, special, add_bos=add_bos, add_eos=bool(metadata.get("tokenizer.ggml.add_eos_token")))
     return Tokenizer(core, special, metadata.get("tokenizer.chat_template"))
+
+
+def _wrap(core: Core, special: Mapping[str, str], *, add_bos: bool, add_eos: bool) -> None:
+    """Frames every text in BOS or EOS."""
+    ends = [special.get("bos_token") if add_bos else None, special.get("eos_token") if add_eos else None]
+    before, after = ([token] if token and core.token_to_id(token) is not None else [] for token in ends)
+    core.post_processor = processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        special_tokens=[(token, core.token_to_id(token)) for token in dict.fromkeys(before + after)],
+    )
 
 
 def _added(tokens: Sequence[str], types: Sequence[int], wanted: int) -> list[AddedToken]:

@@ -1,0 +1,276 @@
+"""Tokens are the model's own, streams say exactly what decoding says, and templates cannot leave their sandbox."""
+
+import json
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Core
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from batchwright.errors import BrokenWeights, RequestError, UnsupportedModel
+from batchwright.serve import weights
+from batchwright.serve.gguf_file import GgufFile
+from batchwright.serve.tokenizer import _BYTES, Tokenizer, from_directory, from_gguf
+
+ODD_TEXTS = [
+    "",
+    " ",
+    "\n\n\t  \r\n",
+    "naïve café, coöperate; ÅÄÖ",
+    "日本語とрусский and עברית عربي",
+    "👩‍👩‍👧‍👦 flags 🇸🇪🇯🇵 skin 👋🏽",
+    "zero\u200bwidth\u00a0nbsp \ufeffbom \u202ertl",
+    "combining e\u0301 \u0928\u093f",
+    "math \U0001d4b3 ∑ᵢ ≤ ∞, nul \x00 and \x7f",
+    "I'm you're WE'LL they'd",
+    "<|im_start|>user\nhi<|im_end|>\n<|endoftext|>",
+    "trailing spaces   ",
+]
+
+
+@pytest.fixture(scope="module")
+def metadata() -> dict:
+    return GgufFile(weights.default_path()).metadata
+
+
+@pytest.fixture(scope="module")
+def tokenizer(metadata: dict) -> Tokenizer:
+    return from_gguf(metadata)
+
+
+@pytest.fixture(scope="module")
+def reference() -> PreTrainedTokenizerFast:
+    """transformers' conversion of the same file, with the digit rule of SmolLM's tokenizer.json, which it omits."""
+    path = weights.default_path()
+    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, theirs.backend_tokenizer.pre_tokenizer])
+    return theirs
+
+
+def test_tokens_equal_transformers(tokenizer: Tokenizer, reference: PreTrainedTokenizerFast) -> None:
+    """On all of Python's help topics and on odd unicode, ids are those of transformers, and decode to the same text."""
+    for text in [*topics.values(), *ODD_TEXTS]:
+        ids = tokenizer.encode(text)
+        assert ids == reference(text)["input_ids"]
+        assert tokenizer.decode(ids) == text
+
+
+def test_digits_stand_alone(tokenizer: Tokenizer) -> None:
+    """SmolLM splits numbers into digits and keeps runs of spaces before them whole."""
+    assert [tokenizer.decode([i]) for i in tokenizer.encode("a  2024")] == ["a", "  ", "2", "0", "2", "4"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text())
+def test_any_text_round_trips(text: str, tokenizer: Tokenizer, reference: PreTrainedTokenizerFast) -> None:
+    """Ids are transformers' for any text, and lose nothing but the 21 bytes that the vocabulary itself lacks."""
+    ids = tokenizer.encode(text)
+    assert ids == reference(text)["input_ids"]
+    missing = {byte for character, byte in _BYTES.items() if tokenizer.token_id(character) is None}
+    assert len(missing) == 21
+    assert tokenizer.decode(ids) == text or missing & set(text.encode())
+
+
+def test_special_tokens_in_text_are_single_ids(tokenizer: Tokenizer) -> None:
+    """What a template writes is recognised, and dropped on request."""
+    ids = tokenizer.encode("<|im_start|>user\nhi<|im_end|>")
+    assert (ids[0], ids[-1]) == (1, 2)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "user\nhi"
+
+
+def sentencepiece() -> Tokenizer:
+    """A Llama-2-like tokenizer: pieces marked with U+2581, and a token for each byte."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "▁a", "b", "▁▁", "é", "\ufffd", "▁the", "s", "ab"]
+    core = Core(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    stages = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    core.decoder = decoders.Sequence(stages)
+    core.add_special_tokens(["<s>", "</s>"])
+    return Tokenizer(core)
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], *, skip: bool) -> list[str]:
+    decoder = tokenizer.stream(skip_special_tokens=skip)
+    return [*(decoder.push(i) for i in ids), decoder.finish()]
+
+
+@settings(max_examples=400, deadline=None)
+@given(ids=st.lists(st.integers(0, 49_151) | st.integers(0, 300), max_size=40), skip=st.booleans())
+def test_a_byte_level_stream_joins_to_the_decoded_text(ids: list[int], skip: bool, tokenizer: Tokenizer) -> None:
+    """For any tokens, torn characters and special tokens among them, the pieces are exactly the whole."""
+    assert "".join(stream(tokenizer, ids, skip=skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@settings(max_examples=400, deadline=None)
+@given(ids=st.lists(st.integers(0, 267) | st.integers(255, 267), max_size=40), skip=st.booleans())
+def test_a_sentencepiece_stream_joins_to_the_decoded_text(ids: list[int], skip: bool) -> None:
+    """The same for pieces with a leading space that is stripped, and bytes that may not be text."""
+    tokenizer = sentencepiece()
+    assert "".join(stream(tokenizer, ids, skip=skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+def test_a_stream_never_shows_half_a_character(tokenizer: Tokenizer) -> None:
+    """An emoji of several tokens appears whole, with its last token; the text before it appears at once."""
+    ids = tokenizer.encode("ok 🇸🇪!")
+    pieces = stream(tokenizer, ids, skip=False)
+    assert len(ids) > 6 and pieces[0] == "ok" and "\ufffd" not in "".join(pieces)
+    assert "".join(pieces) == "ok 🇸🇪!"
+
+
+def test_a_cut_character_ends_as_a_replacement(tokenizer: Tokenizer) -> None:
+    """When generation stops inside a character, `finish` says so rather than dropping bytes."""
+    ids = tokenizer.encode("🦔")[:-1]
+    *pieces, last = stream(tokenizer, ids, skip=False)
+    assert not "".join(pieces) and last == tokenizer.decode(ids) == "\ufffd"
+
+
+def test_streaming_costs_the_same_for_every_token(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte-level stream never decodes again; any other decodes the last settled token and the new ones."""
+    decoded = []
+
+    class Counting:
+        def __init__(self, core: Core) -> None:
+            self.core, self.id_to_token = core, core.id_to_token
+
+        def decode(self, ids: list[int], **options: object) -> str:
+            decoded.append(len(ids))
+            return self.core.decode(ids, **options)
+
+    for each in (tokenizer, sentencepiece()):
+        decoder = each.stream()
+        decoder._core = Counting(each.core)
+        for _ in range(500):
+            decoder.push(260)
+    assert len(decoded) == 2 * 500 and max(decoded) == 2
+
+
+CHATS = [
+    [{"role": "user", "content": "Hi"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\n"}, {"role": "user", "content": " ü "}],
+]
+TRICKY = """{%- if tools %}{{ tools | tojson(indent=2) }}{% endif %}
+{{ bos_token }}
+    {% for message in messages %}
+        {%- if message.role == 'stop' %}{% break %}{% endif %}
+        [{{ message['role'] | upper }}] {{ message.content | trim }}{{ {"k": "<é>"} | tojson }}
+    {% endfor %}
+{% if add_generation_prompt %}{{ eos_token }}{% endif %}"""
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("messages", CHATS)
+@pytest.mark.parametrize("generate", [True, False])
+@pytest.mark.parametrize("template", [None, TRICKY])
+def test_templates_render_as_in_transformers(
+    messages: list, generate: bool, template: str | None, tokenizer: Tokenizer, reference: PreTrainedTokenizerFast
+) -> None:
+    """The model's own template, and one that uses whitespace control, filters, tools and loop controls."""
+    ours = Tokenizer(tokenizer.core, tokenizer.special, template or tokenizer.chat_template)
+    options = {"tools": TOOLS, "add_generation_prompt": generate}
+    theirs = reference.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
+    assert ours.apply_chat_template(messages, **options) == theirs
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__ }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{% for i in range(200000) %}{% endfor %}",
+        "{{ 'x' * 10**9 }}",
+        "{{ 'x' * 999999 }}",
+        "{{ ('x' * 100000) * 100000 }}",
+        "{{ 9 ** 9 ** 9 }}",
+        "{{ messages.__class__ is defined }}",
+    ],
+)
+def test_a_template_that_reaches_out_is_refused(template: str) -> None:
+    """Attributes of Python, changes of the messages, and huge loops or strings end in a three-part error."""
+    tokenizer = Tokenizer(sentencepiece().core, {}, template)
+    with pytest.raises(UnsupportedModel) as error:
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+    assert "sandbox refuses" in error.value.fact and error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("template", "kind", "fact"),
+    [
+        ("{{ raise_exception('Roles must alternate') }}", RequestError, "Roles must alternate"),
+        ("{{ messages[3].content.x }}", RequestError, "rejects these 1 messages"),
+        ("{{ messages[0] + 1 }}", RequestError, "rejects these 1 messages"),
+        ("{% if %}", UnsupportedModel, "Expected an expression"),
+        (None, UnsupportedModel, "the model has none"),
+    ],
+)
+def test_what_a_template_rejects_is_told(template: str | None, kind: type, fact: str) -> None:
+    """A template's own complaint reaches the client; a broken or missing template is the model's fault."""
+    with pytest.raises(kind, match=fact):
+        Tokenizer(sentencepiece().core, {}, template).apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+def test_templates_know_the_date() -> None:
+    """Llama 3's template writes today's date."""
+    year = Tokenizer(sentencepiece().core, {}, "{{ strftime_now('%Y') }}").apply_chat_template([])
+    assert year.isdigit() and len(year) == 4
+
+
+def save(path: Path, core: Core, **config: object) -> Path:
+    core.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("config", [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_eos_token": True}])
+@pytest.mark.parametrize("frame", ["$A", "<s> $A", "<s> $A </s>", None])
+def test_bos_and_eos_are_added_as_transformers_adds_them(config: dict, frame: str | None, tmp_path: Path) -> None:
+    """tokenizer.json says what to add, whatever tokenizer_config.json says."""
+    core = sentencepiece().core
+    if frame:
+        core.post_processor = processors.TemplateProcessing(single=frame, special_tokens=[("<s>", 1), ("</s>", 2)])
+    path = save(tmp_path, core, bos_token="<s>", eos_token={"content": "</s>", "__type": "AddedToken"}, **config)
+    ours, theirs = from_directory(path), PreTrainedTokenizerFast.from_pretrained(path)
+    assert ours.encode("ab s") == theirs.encode("ab s")
+    assert ours.encode("ab s", add_special_tokens=False) == theirs.encode("ab s", add_special_tokens=False)
+    assert ours.special["eos_token"] == "</s>"
+
+
+def test_a_template_file_wins_over_the_config(tmp_path: Path) -> None:
+    """Of chat_template.jinja, a named list and a string, transformers' order of precedence holds."""
+    core, named = sentencepiece().core, [{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}]
+    assert from_directory(save(tmp_path, core, chat_template="S")).chat_template == "S"
+    assert from_directory(save(tmp_path, core, chat_template=named)).chat_template == "D"
+    (tmp_path / "chat_template.jinja").write_text("J")
+    assert from_directory(tmp_path).chat_template == "J"
+
+
+def test_a_broken_tokenizer_file_is_named(tmp_path: Path) -> None:
+    """A cut tokenizer.json is an error with its name, not a model without a tokenizer."""
+    assert from_directory(tmp_path) is None
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "mod')
+    with pytest.raises(BrokenWeights, match=r"tokenizer\.json"):
+        from_directory(tmp_path)
+
+
+def test_llama_3_rules_are_those_of_transformers(metadata: dict) -> None:
+    """Llama-3 GGUF files split by Llama 3's pattern and add BOS."""
+    ours = from_gguf(metadata | {"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": True})
+    assert ours.encode("x")[0] == metadata["tokenizer.ggml.bos_token_id"]
+    assert ours.decode(ours.encode("It's 12345 o'clock\n\n", add_special_tokens=False)) == "It's 12345 o'clock\n\n"
+
+
+@pytest.mark.parametrize("changes", [{"model": "llama"}, {"pre": "deepseek-coder"}])
+def test_unknown_tokenizers_are_refused(changes: dict, metadata: dict) -> None:
+    """Splitting by the wrong rules would give wrong ids silently, so rules we do not know are an error."""
+    with pytest.raises(UnsupportedModel, match="supported are 'gpt2' with smollm"):
+        from_gguf(metadata | {f"tokenizer.ggml.{key}": value for key, value in changes.items()})

@@ -158,7 +158,7 @@ def test_refusals_and_timeouts_are_records_too() -> None:
         Arrival(1.0, Request("late", 4, 1, deadline=4.5), 1),
     ]
     ends = {record.id: record for record in simulate(one_by_one(MEMORY), load, one_second).requests}
-    assert {id: (record.finished, record.finish_reason) for id, record in ends.items()} == {
+    assert {key: (record.finished, record.finish_reason) for key, record in ends.items()} == {
         "served": (10.0, "length"),
         "impatient": (3.0, "queue_timeout"),
         "endless": (1.0, "refused"),

@@ -6,6 +6,7 @@ commits it. It knows each request's one ending, and looks into the ledger for wh
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from batchwright.policy.continuous import Continuous, ContinuousSettings
 from batchwright.policy.dynamic import DynamicSettings, dynamic
@@ -45,11 +46,35 @@ SCHEDULERS: dict[str, Callable[[Memory, Queueing], Scheduler]] = {
 """Every scheduler that the same laws hold for, small enough that its limits are met."""
 
 
+class Tape:
+    """A scheduler that remembers what it was told and what it answered, so that both can be compared with a second."""
+
+    EVENTS = frozenset({"add", "abort", "flush", "advance", "plan", "commit", "wakeup"})
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.calls: list[tuple[str, tuple, object]] = []
+
+    def __getattr__(self, name: str):
+        method = getattr(self.scheduler, name)
+        return partial(self._call, name, method) if name in self.EVENTS else method
+
+    def _call(self, name: str, method: Callable, *arguments):
+        answer = method(*arguments)
+        self.calls.append((name, arguments, answer))
+        return answer
+
+    def assert_replays_on(self, other: Scheduler) -> None:
+        for name, arguments, answer in self.calls:
+            assert getattr(other, name)(*arguments) == answer
+
+
 class Drive:
     """A scheduler, the executor that runs its plans, and what became of every request."""
 
     def __init__(self, scheduler: Scheduler, memory: Memory, **executor) -> None:
         self.scheduler = scheduler
+        self.tape = Tape(scheduler)
         self.memory = memory
         self.clock = VirtualClock()
         self.lengths: dict[str, int] = {}
@@ -67,7 +92,7 @@ class Drive:
     def add(self, request: Request, num_output: int | None = None) -> Admitted | Refused:
         """`num_output`: its true length, by default all that it asks for."""
         self.lengths[request.id] = request.max_tokens if num_output is None else num_output
-        answer = self.scheduler.add(request, self.clock.now())
+        answer = self.tape.add(request, self.clock.now())
         if isinstance(answer, Refused):
             self.refusals.append(answer)
             self._end_one(request.id, "refused")
@@ -78,23 +103,23 @@ class Drive:
         return answer
 
     def abort(self, request_id: str) -> None:
-        self.scheduler.abort(request_id, self.clock.now())
+        self.tape.abort(request_id, self.clock.now())
         if request_id in self.live:
             self._give_up(request_id, "aborted")
         self.check()
 
     def wait(self, seconds: float) -> None:
         self.clock.advance_by(seconds)
-        self._drop(self.scheduler.advance(self.clock.now()))
+        self._drop(self.tape.advance(self.clock.now()))
         self.check()
 
     def flush(self) -> None:
-        self.scheduler.flush(self.clock.now())
+        self.tape.flush(self.clock.now())
 
     def launch(self) -> StepPlan | None:
         """Let time pass and ask for a plan; it is now in flight."""
-        self._drop(self.scheduler.advance(self.clock.now()))
-        plan = self.scheduler.plan(self.clock.now())
+        self._drop(self.tape.advance(self.clock.now()))
+        plan = self.tape.plan(self.clock.now())
         if plan is not None:
             self._check_plan(plan)
             self.plans.append(plan)
@@ -108,7 +133,7 @@ class Drive:
         """Execute and commit the oldest plan in flight."""
         plan = self.in_flight.popleft()
         outcome = self.executor.execute(plan)
-        dropped = self.scheduler.commit(plan.id, self.clock.now(), outcome)
+        dropped = self.tape.commit(plan.id, self.clock.now(), outcome)
         if outcome.failed:
             self.failed.append(plan)
         for item in outcome.items:
@@ -146,7 +171,7 @@ class Drive:
         raise AssertionError(f"{sorted(self.live)} are not done after {max_steps} steps")
 
     def _wait_for_wakeup(self) -> None:
-        wakeup = self.scheduler.wakeup(self.clock.now())
+        wakeup = self.tape.wakeup(self.clock.now())
         assert wakeup is not None, f"{sorted(self.live)} wait for nothing"
         self.wait(max(0.0, wakeup - self.clock.now()))
 
@@ -172,7 +197,7 @@ class Drive:
         assert (load.num_waiting, load.num_running, load.num_in_flight) == (0, 0, 0)
         assert (load.pages_held, load.tokens_stored) == (0, 0)
         assert self.scheduler._ledger.pool.num_free == self.memory.num_pages
-        assert self.scheduler.plan(self.clock.now()) is None
+        assert self.tape.plan(self.clock.now()) is None
 
     def _check_holders(self) -> None:
         """Every page is held by exactly those who will give it back."""
@@ -203,7 +228,7 @@ class Drive:
             assert not load.num_waiting, "requests wait beside an idle machine"
             return
         assert not any(progress.flushed for progress in self.scheduler._ledger.waiting), "the flushed wait for company"
-        wakeup = self.scheduler.wakeup(now)
+        wakeup = self.tape.wakeup(now)
         assert wakeup is None or wakeup > now or not load.num_waiting, "the delay is over"
 
     def _check_plan(self, plan: StepPlan) -> None:

@@ -297,9 +297,7 @@ class Ledger:
             self._num_stored += num_tokens
             if item.keys:
                 progress.keys.extend(item.keys)
-            if self.prefix is not None and progress.committed - progress.num_published * self.memory.page_size >= (
-                self.memory.page_size
-            ):
+            if self.prefix is not None and progress.num_published < len(progress.keys):
                 self._publish(progress)
             if item.finished or item.error:
                 ended.append(progress)
@@ -310,7 +308,7 @@ class Ledger:
         full = min(progress.committed // self.memory.page_size, len(progress.keys))
         for index in range(progress.num_published, full):
             self.prefix.publish(progress.keys[index], progress.pages[index])
-        progress.num_published = max(progress.num_published, full)
+        progress.num_published = full
 
     def _give_back(self, pages: tuple[int, ...], num_tokens: int) -> None:
         self.pool.release(pages)

@@ -103,6 +103,13 @@ class Recorder:
         self._live: dict[str, _LiveRequest] = {}
         self._planned: dict[int, tuple[StepPlan, Load]] = {}
 
+    def restart(self, origin: float) -> float:
+        """Times count from `origin` from here on; returns it. Only before the first request."""
+        assert not self._live
+        assert not self.requests
+        self._origin = origin
+        return origin
+
     def arrived(self, request_id: str, now: float, num_prompt: int, max_tokens: int) -> None:
         self._live[request_id] = _LiveRequest(now - self._origin, num_prompt, max_tokens)
 

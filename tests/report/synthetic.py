@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from batchwright.records import RequestRecord, RowRecord, StepRecord
-from batchwright.report.html import Column, Page, Row, Run, Scene, Table
+from batchwright.report.html import Page, Run, Scene
+from batchwright.report.table import Column, Row, Table
 
 PAGE = 16
 POOL = 1024

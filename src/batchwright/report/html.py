@@ -10,50 +10,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
-from typing import Final, Literal
+from typing import Final
 
-from batchwright.errors import ConfigError
 from batchwright.records import RequestRecord, StepRecord
 from batchwright.report import figures
 from batchwright.report.figures import Curve, Scales
 from batchwright.report.grid import Grid, lay_out
+from batchwright.report.table import Column, Table, Value
 from batchwright.units import format_tokens
-
-Value = float | int | str | None
-"""A table's value; None is printed as a dash and is never the best."""
 
 _NUM_STYLES: Final = 6
 _WHOLE: Final = 'width="100%" height="100%"'
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One metric of a table.
-
-    `definition` says exactly what it is; `format` is a Python format spec for numbers (`",.1f"`, `".1%"`);
-    `better` says which value is printed as the best, None marks none.
-    """
-
-    label: str
-    definition: str
-    format: str = ""
-    better: Literal["higher", "lower"] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The values of one run, as many as there are columns. `name` is the run's."""
-
-    name: str
-    values: Sequence[Value]
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Metrics by runs. The page prints it with one line per metric, so that it fits a phone."""
-
-    columns: Sequence[Column]
-    rows: Sequence[Row]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +54,7 @@ class Page:
 
 
 def render(page: Page) -> str:
-    """`page` as one self-contained HTML file. Raises ConfigError if a table's row doesn't fit its columns."""
+    """`page` as one self-contained HTML file."""
     styles = _styles(page)
     scenes = "".join(_scene(scene, number, styles) for number, scene in enumerate(page.scenes, start=1))
     return (
@@ -197,19 +164,10 @@ def _latency(request: RequestRecord) -> float | None:
 def _table(table: Table, styles: dict[str, str]) -> str:
     if not table.rows or not table.columns:
         return ""
-    for row in table.rows:
-        if len(row.values) != len(table.columns):
-            raise ConfigError(
-                f"print the table's row {row.name!r}",
-                f"it has {len(row.values)} values for {len(table.columns)} columns",
-                "give one value per column, None where there is none",
-            )
     heads = "".join(
         f'<th scope="col">{_mark(styles.get(row.name, "none"))}{escape(row.name)}</th>' for row in table.rows
     )
-    lines = "".join(
-        _line(column, [row.values[index] for row in table.rows]) for index, column in enumerate(table.columns)
-    )
+    lines = "".join(_line(column, values) for column, values in table.lines())
     return (
         f'<div class="table"><table><thead><tr><td></td>{heads}</tr></thead>\n<tbody>{lines}</tbody></table></div>\n'
         '<p class="under">Best values are bold. What each line means is defined at the end.</p>\n'
@@ -217,25 +175,10 @@ def _table(table: Table, styles: dict[str, str]) -> str:
 
 
 def _line(column: Column, values: Sequence[Value]) -> str:
-    shown = [_shown(value, column.format) for value in values]
-    best = _best(values, shown, column)
-    cells = "".join(f"<td>{f'<b>{text}</b>' if text in best else text}</td>" for text in shown)
+    cells = "".join(
+        f"<td>{f'<b>{escape(text)}</b>' if is_best else escape(text)}</td>" for text, is_best in column.printed(values)
+    )
     return f'<tr><th scope="row" title="{escape(column.definition)}">{escape(column.label)}</th>{cells}</tr>\n'
-
-
-def _shown(value: Value, spec: str) -> str:
-    if value is None:
-        return "–"
-    return escape(value if isinstance(value, str) else format(value, spec))
-
-
-def _best(values: Sequence[Value], shown: Sequence[str], column: Column) -> set[str]:
-    """What the best value looks like: values that print alike are equally good. If all are alike, none is best."""
-    numbers = [value for value in values if isinstance(value, int | float)]
-    if column.better is None or len({text for text in shown if text != "–"}) < 2 or not numbers:
-        return set()
-    best = max(numbers) if column.better == "higher" else min(numbers)
-    return {_shown(best, column.format)}
 
 
 def _definitions(scenes: Iterable[Scene]) -> str:

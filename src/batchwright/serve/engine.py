@@ -86,8 +86,9 @@ class _Live:
 class Engine:
     """Generates text with one model under one batching policy.
 
-    `model`: a loaded model, or what `weights.load` takes. `policy(memory)` makes the scheduler; default `Continuous`.
-    `num_pages` defaults to 1 GiB of KV cache; `context` to the model's. `clock` and `executor` can be replaced.
+    `model`: a loaded model, or what `weights.load` takes (`dtype` bfloat16 and `device` "cpu" by default).
+    `policy(memory)` makes the scheduler. `memory` is 1 GiB of KV cache by default. `clock` and `executor` can be
+    replaced; `run` names the records.
 
         engine = Engine("smollm2")
         for completion in engine.generate(["The capital of France is"], SamplingParams(max_tokens=16)):
@@ -99,21 +100,19 @@ class Engine:
         model: LoadedModel | str | Path = "smollm2",
         policy: Policy = Continuous,
         *,
-        dtype: torch.dtype = torch.bfloat16,
-        device: str = "cpu",
-        page_size: int = 16,
-        num_pages: int | None = None,
-        context: int | None = None,
+        memory: Memory | None = None,
+        dtype: torch.dtype | None = None,
+        device: str | None = None,
         clock: Callable[[], float] = time.perf_counter,
         executor: Callable[[Any, Memory], Executor] = TorchExecutor,
         run: str = "engine",
     ) -> None:
-        self.model = model if isinstance(model, LoadedModel) else load(model, dtype, device)
-        self.memory = _memory(self.model, page_size, num_pages, context)
+        self.model = _loaded(model, dtype, device)
+        self.memory = memory or default_memory(self.model)
         self.scheduler = policy(self.memory)
         self.executor = executor(self.model.decoder, self.memory)
         self._clock = clock
-        self.recorder = Recorder(run, page_size, origin=clock())
+        self.recorder = Recorder(run, self.memory.page_size, origin=clock())
         self._live: dict[str, _Live] = {}
         self._outputs: list[Output] = []
         self._num_submitted = 0
@@ -182,6 +181,10 @@ class Engine:
     def num_live(self) -> int:
         """Requests submitted and not ended."""
         return len(self._live)
+
+    def now(self) -> float:
+        """The time on the engine's clock."""
+        return self._clock()
 
     # ---- running
 
@@ -354,9 +357,9 @@ class Engine:
         if not tokens:
             raise RequestError(asked, "its prompt is empty (0 tokens)", "give at least one token")
         vocabulary = self.model.decoder.shape.vocab
-        wrong = next((t for t in tokens if not isinstance(t, int) or not 0 <= t < vocabulary), None)
-        if wrong is not None:
-            fact = f"its prompt holds {wrong!r}; token ids are integers from 0 to {vocabulary - 1}"
+        wrong = [token for token in tokens if type(token) is not int or not 0 <= token < vocabulary]
+        if wrong:
+            fact = f"its prompt holds {wrong[0]!r}; token ids are integers from 0 to {vocabulary - 1}"
             raise RequestError(asked, fact, "encode the prompt with this model's tokenizer")
         return tokens
 
@@ -368,20 +371,29 @@ class Engine:
         return self.model.tokenizer
 
 
-def _memory(model: LoadedModel, page_size: int, num_pages: int | None, context: int | None) -> Memory:
+def default_memory(model: LoadedModel, page_size: int = 16, num_bytes: int = DEFAULT_KV_BYTES) -> Memory:
+    """Pages of KV cache that take up `num_bytes` for `model`, and its own context."""
     shape = model.decoder.shape
-    if context is not None and context > shape.context:
-        raise ConfigError(f"use a context of {context}", f"{model.name} has {shape.context}", "lower context")
-    if num_pages is None:
-        num_pages = DEFAULT_KV_BYTES // (page_size * shape.kv_bytes_per_token(model.decoder.dtype.itemsize))
-    return Memory(num_pages, page_size, context or shape.context)
+    num_tokens = num_bytes // shape.kv_bytes_per_token(model.decoder.dtype.itemsize)
+    return Memory(max(1, num_tokens // page_size), page_size, shape.context)
+
+
+def _loaded(model: LoadedModel | str | Path, dtype: torch.dtype | None, device: str | None) -> LoadedModel:
+    if not isinstance(model, LoadedModel):
+        return load(model, dtype or torch.bfloat16, device or "cpu")
+    if dtype is not None or device is not None:
+        asked = f"run {model.name} with dtype={dtype}, device={device}"
+        raise ConfigError(asked, "it is loaded already, so they would have no effect", "give them to weights.load")
+    return model
 
 
 def _paired(
     prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> Iterator[tuple[Prompt, SamplingParams]]:
-    if params is None or isinstance(params, SamplingParams):
-        params = [params or SamplingParams()] * len(prompts)
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        params = [params] * len(prompts)
     if len(params) != len(prompts):
         raise ConfigError(
             f"generate from {len(prompts)} prompts",

@@ -1,10 +1,10 @@
 """A linear layer whose weight is packed once, at load, into the layout the CPU's matrix kernel wants.
 
-oneDNN otherwise reorders the weight on every call, which costs more than the product itself for the few rows of a
-decode step: packed is 1.2 to 4 times faster for 1 to 512 rows, in bfloat16 and float32 (docs/log.md). One packed copy
-serves every number of rows: hints of 16 and above all choose the same layout, and only a hint of 1 is slower. The
-plain weight is dropped, so memory is not doubled. Where torch lacks the operators or the dtype, and on other
-devices, it is an ordinary `F.linear`.
+oneDNN otherwise reorders the weight on every call, which for the few rows of a decode step costs more than the product
+itself: packed is two to three times faster at 2 to 32 rows, and no slower at 512 (docs/log.md). One packed copy serves
+every number of rows: hints from 32 to 512 choose the same layout, and only a hint of 1 is slower. The plain weight is
+not kept, so memory is not doubled. Where torch lacks the operators or the dtype, and on other devices, it is an
+ordinary `F.linear`.
 
 Shapes: M rows, K inputs, N outputs.
 """

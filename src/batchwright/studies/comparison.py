@@ -1,0 +1,123 @@
+"""What `compare` is asked and what it answers: plain data, without torch, for the command line and the report."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from batchwright.bench.summary import Summary
+from batchwright.errors import ConfigError
+from batchwright.facts.hardware import Hardware
+from batchwright.records import RequestRecord, StepRecord
+
+Strategy = Literal["one-by-one", "static", "dynamic", "continuous"]
+STRATEGIES: tuple[Strategy, ...] = ("one-by-one", "static", "dynamic", "continuous")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareSettings:
+    """What to compare, on which requests. Lengths are tokens, times seconds."""
+
+    model: str = "smollm2"
+    """smollm2 (embedded), a directory with config.json and safetensors, or a .gguf file."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of weights and KV cache."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:N."""
+    strategies: tuple[Strategy, ...] = STRATEGIES
+    """Which to run, in this order."""
+    requests: Path | None = None
+    """JSON lines with prompt (or ids), max_tokens, arrival (s), ignore_eos. Default: made of Python's help texts."""
+    trace: Path | None = None
+    """A recorded trace (Azure's CSV, Mooncake's JSON lines), replayed with text of ours."""
+    num_requests: int = 24
+    """How many to make, or to take from the trace."""
+    mean_prompt: int = 80
+    """Mean length of made prompts."""
+    mean_output: int = 32
+    """Mean length of made outputs."""
+    scale_lengths: bool = False
+    """Shrink a trace's lengths until its longest request fits 1,024 tokens, or the model's context if shorter."""
+    rate: float | None = None
+    """Requests/s in the second scene: Poisson, or the source's own arrivals stretched evenly."""
+    load: float | None = None
+    """The same, as a share of the capacity measured in the first scene. Default 0.7, or arrivals as recorded."""
+    batch_size: int = 8
+    """Of static and dynamic batches."""
+    max_queue_delay: float = 0.25
+    """How long a dynamic batch waits for company."""
+    max_rows: int = 32
+    """Requests that continuous batching runs at once."""
+    token_budget: int = 512
+    """Tokens per step of continuous batching."""
+    page_size: int = 16
+    """Tokens per page of KV cache."""
+    num_pages: int | None = None
+    """Pages of KV cache. Default: 1 GiB of them."""
+    seed: int = 0
+    """Of lengths, passages and arrivals."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_requests", "mean_prompt", "mean_output", "page_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"compare with {name}={getattr(self, name)}", "it must be at least 1", f"raise {name}"
+                )
+        for name in ("rate", "load"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"compare with {name}={value}", "it must be above 0", f"raise {name}")
+        if not self.strategies:
+            raise ConfigError("compare no strategies", f"there are {', '.join(STRATEGIES)}", "name at least one")
+        if len(set(self.strategies)) < len(self.strategies):
+            raise ConfigError(f"compare {', '.join(self.strategies)}", "one is named twice", "name each once")
+        for one, other in (("requests", "trace"), ("rate", "load")):
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                raise ConfigError(f"use both {one} and {other}", "they say the same thing", "give one of them")
+        if self.scale_lengths and self.trace is None:
+            raise ConfigError("scale lengths", "only a trace's lengths are scaled", "give a trace, or leave it out")
+
+
+class StrategyRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One strategy in one scene. `roofline_share`: useful FLOPs / (peak FLOP/s x makespan)."""
+
+    strategy: str
+    note: str
+    summary: Summary
+    useful_flops: int
+    roofline_share: float | None
+
+
+class SceneResult(msgspec.Struct, frozen=True, kw_only=True):
+    """All strategies over the same arrivals. `rate`: offered requests/s; None when all come at once."""
+
+    title: str
+    what: str
+    rate: float | None
+    runs: tuple[StrategyRun, ...]
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of `compare`. `settings` as given; `versions` of what computed it."""
+
+    settings: dict[str, object]
+    hardware: Hardware
+    model: str
+    dtype: Literal["bfloat16", "float32"]
+    num_requests: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    versions: dict[str, str]
+    seconds: float
+    scenes: tuple[SceneResult, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The records of one strategy in one scene (`run` is "scene/strategy")."""
+
+    run: str
+    requests: Sequence[RequestRecord]
+    steps: Sequence[StepRecord]

@@ -1,0 +1,147 @@
+"""The requests that a study runs: from a file, from a recorded trace, or made of text that ships with Python.
+
+Whatever their source, they become token ids with a limit and, where the source has them, arrival times. Made and
+replayed requests have a forced length (`ignore_eos`), so that every strategy does exactly the same work.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from pathlib import Path
+from pydoc_data.topics import topics
+from zlib import crc32
+
+import msgspec
+
+from batchwright.errors import InputError, RequestError
+from batchwright.serve.sampling import SamplingParams
+from batchwright.serve.weights import LoadedModel
+from batchwright.traffic import limit, lognormal_lengths, read_trace, scale_lengths
+
+MAX_LINE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One request to run. `arrival`: seconds from the start, None where the source does not say."""
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    arrival: float | None = None
+
+
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    """A line of a requests file: `prompt` (text) or `ids` (tokens)."""
+
+    prompt: str | None = None
+    ids: list[int] | None = None
+    max_tokens: int = 128
+    arrival: float | None = None
+    ignore_eos: bool = False
+
+
+def read_requests(path: Path, model: LoadedModel) -> list[Work]:
+    """The requests of a JSON lines file: prompt or ids, max_tokens, arrival (s), ignore_eos. Raises InputError."""
+    work = []
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    work.append(_parsed(line, f"read {path}, line {number}", f"line-{number}", model))
+    except OSError as error:
+        raise InputError(
+            f"read requests from {path}", str(error.strerror), "give a readable JSON lines file"
+        ) from error
+    if not work:
+        raise InputError(f"read requests from {path}", "it holds none", "give at least one line")
+    known = sum(one.arrival is not None for one in work)
+    if known not in (0, len(work)):
+        fact = f"{known} of {len(work)} lines have an arrival"
+        raise InputError(f"read requests from {path}", fact, "give all of them one, or none")
+    return sorted(work, key=lambda one: one.arrival or 0.0)
+
+
+def replay_trace(
+    path: Path, model: LoadedModel, num_requests: int, *, max_context: int | None, seed: int
+) -> list[Work]:
+    """The first requests of an Azure or Mooncake trace, which has lengths, with text of ours.
+
+    Equal block keys (Mooncake's) get equal text. `max_context` scales all lengths, so that the longest request fits.
+    """
+    recorded = list(limit(read_trace(path), num_requests))
+    if max_context is not None:
+        recorded = scale_lengths(recorded, max_context)
+    text, place = _text(model), 7919 * seed
+    work = []
+    for request in recorded:
+        blocks = [_passage(text, _place_of(key), request.key_block) for key in request.keys]
+        shared = [token for block in blocks for token in block][: request.num_prompt]
+        own = _passage(text, place, request.num_prompt - len(shared))
+        place += len(own)
+        prompt = (*shared, *own)
+        work.append(Work(request.id, prompt, _forced(request.num_output), request.arrival - recorded[0].arrival))
+    return work
+
+
+def make_requests(model: LoadedModel, num_requests: int, mean_prompt: int, mean_output: int, seed: int) -> list[Work]:
+    """A seeded mix: prompts from Python's own help texts, lognormal lengths with a coefficient of variation of 0.9."""
+    longest = model.decoder.shape.context // 2
+    lengths = lognormal_lengths(mean_prompt, 0.9, 4, longest, seed)
+    outputs = lognormal_lengths(mean_output, 0.9, 4, longest, seed + 1)
+    text, place = _text(model), 7919 * seed
+    work = []
+    for index, num_prompt, num_output in zip(range(num_requests), lengths, outputs, strict=False):
+        work.append(Work(f"{index}", _passage(text, place, num_prompt), _forced(num_output)))
+        place += num_prompt
+    return work
+
+
+def arriving(work: Sequence[Work], arrivals: Iterable[float]) -> list[Work]:
+    """`work` with other arrival times, in the same order."""
+    return [replace(one, arrival=arrival) for one, arrival in zip(work, arrivals, strict=False)]
+
+
+def _forced(num_output: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max(1, num_output), ignore_eos=True)
+
+
+def _parsed(line: bytes, asked: str, work_id: str, model: LoadedModel) -> Work:
+    if len(line) > MAX_LINE_BYTES:
+        raise InputError(asked, f"it is {len(line)} bytes, the limit is {MAX_LINE_BYTES}", "split the prompt")
+    try:
+        fields = msgspec.json.decode(line, type=_Line)
+        params = SamplingParams(max_tokens=fields.max_tokens, ignore_eos=fields.ignore_eos)
+    except (msgspec.MsgspecError, RequestError) as error:
+        raise InputError(asked, str(error), "give prompt or ids, max_tokens, arrival, ignore_eos") from error
+    if (fields.prompt is None) == (fields.ids is None):
+        raise InputError(asked, "it needs exactly one of prompt and ids", "give one")
+    if fields.arrival is not None and not 0 <= fields.arrival < float("inf"):
+        raise InputError(asked, f"its arrival is {fields.arrival}", "give seconds from the start, 0 or more")
+    ids = fields.ids if fields.prompt is None else _encoded(fields.prompt, model, asked)
+    return Work(work_id, tuple(ids or ()), params, fields.arrival)
+
+
+def _encoded(text: str, model: LoadedModel, asked: str) -> list[int]:
+    if model.tokenizer is None:
+        raise InputError(asked, f"{model.name} has no tokenizer: {model.no_tokenizer}", "give ids instead of a prompt")
+    return model.tokenizer.encode(text)
+
+
+def _text(model: LoadedModel) -> list[int]:
+    """Python's own help texts as tokens; for a model without a tokenizer, its vocabulary in a scrambled order."""
+    if model.tokenizer is None:
+        vocabulary = model.decoder.shape.vocab
+        return [7919 * index % vocabulary for index in range(vocabulary)]
+    return model.tokenizer.encode("\n".join(topics[name] for name in sorted(topics)))
+
+
+def _passage(text: Sequence[int], place: int, length: int) -> tuple[int, ...]:
+    """`length` tokens of `text` from `place`, which wraps around."""
+    first = place % len(text)
+    return tuple(islice(cycle(text), first, first + length))
+
+
+def _place_of(key: Hashable) -> int:
+    """Where the passage that a trace's block key stands for begins: the same for equal keys."""
+    return crc32(repr(key).encode())

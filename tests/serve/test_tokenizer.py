@@ -191,7 +191,7 @@ def test_templates_render_as_in_transformers(
         "{{ 'x' * 10**9 }}",
         "{{ 'x' * 999999 }}",
         "{{ ('x' * 100000) * 100000 }}",
-        "{{ 9 ** 9 ** 9 }}",
+        "{{ 9 ** 99999 }}",
         "{{ messages.__class__ is defined }}",
     ],
 )

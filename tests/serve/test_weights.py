@@ -111,6 +111,10 @@ def poison_one_value(path: Path) -> None:
     edit_tensors(path, **{"model.layers.2.mlp.down_proj.weight": weight})
 
 
+def quantise(path: Path) -> None:
+    edit_tensors(path, **{"lm_head.weight": torch.zeros(97, 48, dtype=torch.int8)})
+
+
 def no_safetensors(path: Path) -> None:
     (path / "model.safetensors").write_bytes(b"\x05\0\0\0\0\0\0\0hello and more")
 
@@ -127,6 +131,7 @@ def no_safetensors(path: Path) -> None:
         (drop_tensor, BrokenWeights, "model.layers.1.mlp.up_proj.weight is missing"),
         (poison, BrokenWeights, "model.norm.weight holds infinities or NaNs"),
         (poison_one_value, BrokenWeights, "model.layers.2.mlp.down_proj.weight holds infinities"),
+        (quantise, UnsupportedModel, "lm_head.weight is stored as torch.int8"),
         (no_safetensors, BrokenWeights, "its header is not valid"),
     ],
 )
@@ -184,6 +189,8 @@ def test_sources_and_dtypes_it_does_not_know_are_refused(tmp_path: Path) -> None
         weights.load(tmp_path / "model.pt")
     with pytest.raises(ConfigError, match="float32 and bfloat16"):
         weights.load(tmp_path, torch.float16)
+    with pytest.raises(ConfigError, match="loading onto device gpu"):
+        weights.load("smollm2", device="gpu")
 
 
 def test_without_the_embedded_model_the_error_is_its_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,10 +96,12 @@ class FakeExecutor:
         return self.failures.get(self.num_steps)
 
     def _run(self, chunk: Chunk, *, failed: bool) -> ItemOutcome | None:
-        """Compute one row; nothing of a failed step is kept, and a late row changes nothing."""
-        sequence = self._live.get(chunk.request_id) if chunk.request_id is not None and chunk.num_tokens else None
-        if sequence is None:
+        """Compute one row; nothing of a failed step is kept. A late row, whose request has ended, brings a token too."""
+        if chunk.request_id is None or not chunk.num_tokens:
             return None
+        sequence = self._live.get(chunk.request_id)
+        if sequence is None:
+            return ItemOutcome(chunk.request_id, int(chunk.samples))
         if sequence.must_restart and chunk.start != sequence.num_kept:
             return self._run_void(sequence, chunk)
         self._check_chunk(sequence, chunk)

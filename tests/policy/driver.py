@@ -240,6 +240,9 @@ class Drive:
             assert not plan.padding
             assert not plan.dead_rows
             assert self.scheduler.load.num_running <= self.scheduler.settings.max_rows
+        else:
+            longest = self.scheduler._batch.num_tokens_per_row
+            assert all(chunk.start + chunk.num_tokens + chunk.padding <= longest for chunk in plan.chunks)
 
     # ---- bookkeeping
 

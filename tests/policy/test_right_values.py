@@ -85,6 +85,17 @@ def test_ten_pages_of_ten_tokens_for_two_requests_of_90(capacity: str, num_steps
     assert [name for plan in plans for name in plan.preempted] == (["b"] if capacity == "utilization" else [])
 
 
+def test_guaranteed_requests_that_just_fit_run_together_and_keep_their_pages() -> None:
+    """10 + 41 tokens, the last never computed: 5 pages of 10 each fill the pool, and nobody is preempted."""
+    memory = Memory(num_pages=10, page_size=10, context=200)
+    drive = continuous(memory, capacity="guaranteed", prefix_caching=False)
+    for name in "ab":
+        drive.add(Request(name, 10, 41))
+    plans = drive.run()
+    assert [who(plan) for plan in plans] == ["ab"] * 41
+    assert not any(plan.preempted for plan in plans)
+
+
 # ---- continuous: pages
 
 
@@ -169,6 +180,38 @@ def test_the_watermark_keeps_pages_for_those_who_run() -> None:
     assert [who(plan) for plan in drive.run()] == ["a", "a", "b"]
 
 
+def test_the_watermark_does_not_keep_out_who_is_alone() -> None:
+    """All ten pages for one request: there is nobody to keep them for."""
+    memory = Memory(num_pages=10, page_size=4, context=40)
+    drive = continuous(memory, watermark=0.2)
+    drive.add(Request("a", 39, 1))
+    assert who(drive.step()) == "a"
+
+
+def test_a_page_that_is_promised_is_no_prefix_yet() -> None:
+    """a's second page is being computed, and may fail: b shares only the first."""
+    drive = continuous(Memory(10, 4, 40), chunk_cap=4)
+    drive.add(Request("a", 12, 1, keys=(1, 2, 3)))
+    drive.launch()
+    drive.launch()
+    drive.land()
+    drive.add(Request("b", 12, 1, keys=(1, 2, 3)))
+    assert {chunk.request_id: chunk.start for chunk in drive.launch().chunks} == {"a": 8, "b": 4}
+
+
+def test_a_prompt_under_way_is_paused_too_before_it_gives_its_pages_back() -> None:
+    """Two plans in flight; a needs a fifth page, b has set five aside: it sits out a plan, then a gets its page."""
+    drive = continuous(Memory(9, 4, 36), chunk_cap=4, prefix_caching=False)
+    drive.add(Request("a", 15, 4))
+    for _ in range(4):
+        drive.step()
+    drive.add(Request("b", 20, 1))
+    plans = drive.run(max_in_flight=2)
+    preempted = next(index for index, plan in enumerate(plans) if plan.preempted)
+    assert [who(plan) for plan in plans[: preempted + 1]] == ["ab", "a"]
+    assert plans[preempted].chunks[0].num_granted == 1
+
+
 # ---- priorities
 
 
@@ -204,6 +247,16 @@ def test_equals_do_not_displace_each_other() -> None:
     drive.step()
     drive.add(Request("b", 4, 1))
     assert [who(plan) for plan in drive.run()] == ["a", "a", "b"]
+
+
+def test_an_order_of_one_s_own_displaces_nobody_of_equal_priority() -> None:
+    """Shortest prompt first: a shorter newcomer is first in the queue, but no reason to compute anything again."""
+    drive = continuous(max_rows=1, queueing=Queueing(order=lambda request, arrival: (0, request.num_prompt)))
+    drive.add(Request("a", 9, 3))
+    drive.step()
+    drive.add(Request("b", 8, 1))
+    drive.add(Request("c", 4, 1))
+    assert [who(plan) for plan in drive.run()] == ["a", "a", "c", "b"]
 
 
 @pytest.mark.parametrize(("waited", "first"), [(19.0, "b"), (21.0, "a")])
@@ -395,6 +448,27 @@ def test_allowed_sizes_pad_a_batch_up_with_rows_that_are_executed() -> None:
     ]
 
 
+def test_a_batch_of_an_allowed_size_is_not_padded() -> None:
+    """Four requests, sizes 1, 4 and 8."""
+    drive = dynamic_batches(max_batch_size=8, allowed_sizes=(1, 4, 8))
+    for name in "abcd":
+        drive.add(Request(name, 4, 1))
+    assert who(drive.step()) == "abcd"
+
+
+def test_the_delay_counts_from_the_oldest_whoever_is_first() -> None:
+    """a came at 0 and b, more important, at 5: both leave at 10, b ahead; while they run there is no delay to await."""
+    drive = dynamic_batches(max_batch_size=4, max_queue_delay=10.0)
+    drive.add(Request("a", 4, 1, priority=1))
+    drive.wait(5.0)
+    drive.add(Request("b", 4, 1, priority=0))
+    assert drive.scheduler.wakeup(5.0) == 10.0
+    drive.wait(5.0)
+    assert who(drive.launch()) == "ba"
+    drive.add(Request("c", 4, 1))
+    assert drive.scheduler.wakeup(10.0) is None
+
+
 # ---- static
 
 
@@ -407,6 +481,7 @@ def test_static_executes_its_padding_and_its_dead_rows() -> None:
     assert [who(plan) for plan in plans] == ["ab", "ab", "ab"]
     assert [plan.padding for plan in plans] == [3, 0, 0]
     assert [plan.dead_rows for plan in plans] == [0, 1, 1]
+    assert [plan.chunks[1].start for plan in plans] == [0, 5, 6]
     assert [plan.reason for plan in plans] == ["full", "next", "next"]
 
 
@@ -424,9 +499,12 @@ def test_static_holds_every_page_until_the_longest_has_ended() -> None:
     drive.check_idle()
 
 
-def test_static_waits_for_its_group_or_for_the_last_to_be_announced() -> None:
-    """Two of three have come: nothing leaves until a flush, not even when a more important one arrives after it."""
-    drive = Drive(static(ROOMY, 4), ROOMY)
+@pytest.mark.parametrize(
+    "make", [lambda: static(ROOMY, 4), lambda: dynamic(ROOMY, DynamicSettings(4, max_queue_delay=10.0))]
+)
+def test_a_group_waits_to_be_full_or_for_the_last_to_be_announced(make) -> None:
+    """Two of four have come: nothing leaves until a flush, and then also if a more important one comes after it."""
+    drive = Drive(make(), ROOMY)
     for name in "ab":
         drive.add(Request(name, 4, 1))
     assert drive.step() is None
@@ -474,6 +552,19 @@ def test_a_step_out_of_memory_is_run_again_in_halves_and_the_budget_recovers() -
     drive.run()
     assert set(drive.ended.values()) == {"finished"}
     assert len(drive.plans[20].chunks) == 8
+
+
+def test_a_static_batch_out_of_memory_goes_on_in_parts_that_fit() -> None:
+    """Prompts of 4: eight, then four, fail; pairs pass. Single tokens: eight fail once, then fours to the end."""
+    drive = Drive(static(ROOMY, 8), ROOMY, max_positions=8)
+    for name in "abcdefgh":
+        drive.add(Request(name, 4, 4))
+    first = [drive.step() for _ in range(7)]
+    assert [who(plan) for plan in first] == ["abcdefgh", "abcd", "ab", "cd", "efgh", "ef", "gh"]
+    drive.executor.max_positions = 4
+    plans = drive.run()
+    assert [who(plan) for plan in plans] == ["abcdefgh"] + ["abcd", "efgh"] * 3
+    assert [plan.reason for plan in plans] == ["next", "retry", "retry", "next", "next", "next", "next"]
 
 
 # ---- settings

@@ -55,14 +55,13 @@ class ContinuousSettings:
 class _Draft:
     """A plan being made."""
 
-    __slots__ = ("budget", "chunks", "flight", "plan_id", "short_of_pages")
+    __slots__ = ("budget", "chunks", "flight", "plan_id")
 
     def __init__(self, plan_id: int, budget: int) -> None:
         self.plan_id = plan_id
         self.budget = budget  # positions left
         self.chunks: list[Chunk] = []
         self.flight: Flight = {}
-        self.short_of_pages = False  # somebody lost its pages to it
 
 
 class Continuous:
@@ -134,8 +133,7 @@ class Continuous:
         self._displace()
         draft = _Draft(self._ledger.next_plan_id, self._budget)
         self._continue_running(draft, list(self._running))
-        if not draft.short_of_pages:
-            self._admit_waiting(draft)
+        self._admit_waiting(draft)
         full = draft.budget == 0 or len(self._running) == self.settings.max_rows
         return self._launch(draft, "full" if full else "idle")
 
@@ -168,7 +166,7 @@ class Continuous:
                 break
             num_granted = 0
             if row.done == row.capacity:
-                if not self._make_room(row, draft):
+                if not self._make_room(row):
                     continue
                 num_granted = self._grant(row, 1)
             draft.budget -= 1
@@ -242,13 +240,12 @@ class Continuous:
         self._reserved -= drawn
         return num_granted
 
-    def _make_room(self, row: Progress, draft: _Draft) -> bool:
+    def _make_room(self, row: Progress) -> bool:
         """Whether a page can be had for `row`, taking it from those ranked behind if need be."""
         while not row.reserved and self._available < 1:
             victim = self._running[-1]
             if victim is row or not self._preempt(victim):
                 return False
-            draft.short_of_pages = True
         return True
 
     def _displace(self) -> None:
@@ -262,7 +259,8 @@ class Continuous:
 
     def _preempt(self, victim: Progress) -> bool:
         """Take `victim` out. One with a step in flight is paused instead, and can be taken out when it has landed."""
-        if self._ledger.in_flight(victim) or victim.last_plan == self._ledger.next_plan_id:
+        assert victim.last_plan != self._ledger.next_plan_id, f"{victim.request.id} is in the plan being made"
+        if self._ledger.in_flight(victim):
             victim.paused = True
             return False
         self._leave(victim)

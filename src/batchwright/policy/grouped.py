@@ -49,6 +49,7 @@ class _Batch:
         self.width = max(row.request.num_prompt for row in rows)
         self.num_tokens_per_row = self.width + max(row.limit for row in rows) - 1
         self.num_rounds = 0  # steps that every row has been through
+        self.part_size = len(self.rows)  # most rows in one plan; fewer than all after a step ran out of memory
         self.tables: dict[str, tuple[int, ...]] = {}
 
     @property
@@ -94,7 +95,6 @@ class Grouped:
         self._batch: _Batch | None = None
         self._round: deque[_Part] = deque()  # what is left of the step that the batch is taking
         self._in_flight: dict[int, _Part] = {}
-        self._part_size: int | None = None  # most rows in one plan, after a step ran out of memory
 
     # ---- events
 
@@ -145,7 +145,6 @@ class Grouped:
     # ---- planning
 
     def plan(self, now: float) -> StepPlan | None:
-        self._close_batch()
         if self._batch is None:
             self._form_batch(now)
         if self._batch is None or self._must_wait():
@@ -176,13 +175,14 @@ class Grouped:
         return len(rows) * memory.pages_for(_Batch(rows, 0).num_tokens_per_row) <= memory.num_pages
 
     def _begin_round(self, reason: Reason) -> None:
-        """Every row of the batch takes one step, in parts of at most `_part_size`, which then recovers."""
+        """Every row of the batch takes one step, in parts of at most `part_size`."""
         assert self._batch is not None
         rows = self._batch.rows
-        size = self._part_size or len(rows)
+        if self._batch.num_rounds == 1:  # prompts are through, and the steps that follow are smaller
+            self._batch.part_size = len(rows)
+        size = self._batch.part_size
         self._round.extend(_Part(reason, rows[first : first + size]) for first in range(0, len(rows), size))
         self._batch.num_rounds += 1
-        self._part_size = 2 * size if 2 * size < len(rows) else None
 
     def _must_wait(self) -> bool:
         """A part of a failed step runs alone, so that the row that breaks it is found."""
@@ -195,7 +195,7 @@ class Grouped:
             if not self._round:
                 self._begin_round("next")
             part = self._round.popleft()
-            if part.reason != "retry" or any(row and not row.ended and row.done < row.length for row in part.rows):
+            if any(row and not row.ended and row.done < row.length for row in part.rows):
                 return part
         return None
 
@@ -231,7 +231,7 @@ class Grouped:
             self._ledger.end(row)
             return (Dropped(row.request.id, "out_of_memory" if outcome.failed == "oom" else "exception"),)
         half = (len(rows) + 1) // 2
-        if outcome.failed == "oom":
-            self._part_size = half
+        if outcome.failed == "oom" and self._batch:
+            self._batch.part_size = half
         self._round.extendleft((_Part("retry", rows[half:]), _Part("retry", rows[:half])))
         return ()

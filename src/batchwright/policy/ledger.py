@@ -112,7 +112,7 @@ class Progress:
     def roll_back(self) -> None:
         """Forget promises that were not kept."""
         self.done, self.outputs = self.committed, self.accepted
-        self.length = self.request.num_prompt + min(self.accepted, self.limit - 1)
+        self.length = self.request.num_prompt + self.accepted
 
 
 Flight = dict[str, tuple[Progress, int]]

@@ -9,6 +9,7 @@ sizes, so that a slow moment of the machine meets them alike. Prints a table and
 import argparse
 import gc
 import json
+import os
 import platform
 import statistics
 import sys
@@ -116,6 +117,7 @@ def write(results: dict[str, dict[int, list[float]]], repeats: int) -> Path:
         "date": now.isoformat(timespec="seconds"),
         "command": f"python benchmarks/scheduler.py --repeats {repeats}",
         "hardware": processor(),
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # others were at work beside it
         "python": f"{platform.python_implementation()} {platform.python_version()} on {sys.platform}",
         "batchwright": batchwright.__version__,
         "repeats": repeats,

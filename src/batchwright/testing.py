@@ -96,7 +96,7 @@ class FakeExecutor:
         return self.failures.get(self.num_steps)
 
     def _run(self, chunk: Chunk, *, failed: bool) -> ItemOutcome | None:
-        """Compute one row; nothing of a failed step is kept. A late row, whose request has ended, brings a token too."""
+        """Compute one row; nothing of a failed step is kept. A late row, of an ended request, brings a token too."""
         if chunk.request_id is None or not chunk.num_tokens:
             return None
         sequence = self._live.get(chunk.request_id)

@@ -15,8 +15,8 @@ from tests.policy.driver import Drive
 ROOMY = Memory(num_pages=400, page_size=16, context=4096)
 
 
-def continuous(memory: Memory = ROOMY, **settings) -> Drive:
-    return Drive(Continuous(memory, ContinuousSettings(**settings)), memory)
+def continuous(memory: Memory = ROOMY, max_positions: int | None = None, **settings) -> Drive:
+    return Drive(Continuous(memory, ContinuousSettings(**settings)), memory, max_positions=max_positions)
 
 
 def dynamic_batches(**settings) -> Drive:
@@ -290,11 +290,12 @@ def test_a_queue_timeout_spares_who_has_started() -> None:
     """Two seconds in the queue at most: a has started, b has not; b's own limit of 1 s is the tighter one."""
     drive = continuous(max_rows=1, queueing=Queueing(timeout=2.0))
     drive.add(Request("a", 4, 50))
-    drive.add(Request("b", 4, 50, queue_timeout=1.0))
+    drive.add(Request("b", 4, 50, queue_timeout=1.0, deadline=60.0))
     drive.step()
     assert drive.scheduler.wakeup(0.0) == 1.0
-    drive.wait(2.0)
+    drive.wait(1.5)
     assert drive.ended == {"b": "queue_timeout"}
+    assert drive.scheduler.wakeup(1.5) is None
 
 
 def test_on_timeout_delay_a_late_request_goes_behind_the_others() -> None:
@@ -552,6 +553,26 @@ def test_a_step_out_of_memory_is_run_again_in_halves_and_the_budget_recovers() -
     drive.run()
     assert set(drive.ended.values()) == {"finished"}
     assert len(drive.plans[20].chunks) == 8
+
+
+def test_a_long_prompt_that_runs_out_of_memory_is_computed_in_smaller_chunks() -> None:
+    """100 tokens where 30 fit: 100, 50 fail, 25 pass, and the budget grows again until it fails again."""
+    drive = continuous(max_positions=30)
+    drive.add(Request("a", 100, 1))
+    plans = drive.run()
+    assert [plan.num_tokens for plan in plans[:4]] == [100, 50, 25, 27]
+    assert drive.ended == {"a": "finished"}
+
+
+def test_a_part_of_a_failed_step_whose_requests_have_ended_is_not_run() -> None:
+    """a and b were to be tried apart from c and d, but their clients left."""
+    drive = Drive(static(ROOMY, 4), ROOMY, failures={0: "exception"})
+    for name in "abcd":
+        drive.add(Request(name, 4, 1))
+    drive.step()
+    drive.abort("a")
+    drive.abort("b")
+    assert [who(plan) for plan in drive.run()] == ["cd"]
 
 
 def test_a_static_batch_out_of_memory_goes_on_in_parts_that_fit() -> None:

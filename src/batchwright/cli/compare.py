@@ -1,5 +1,6 @@
 """`batchwright compare`: the same requests under every batching strategy."""
 
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
@@ -9,12 +10,13 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from batchwright.cli.files import check_writable
+from batchwright.cli.files import check_writable, is_special, whole
 from batchwright.cli.progress import Watch
+from batchwright.errors import MissingDependency
 from batchwright.records import write_records
 from batchwright.report.html import render
 from batchwright.studies.compare_page import page, table
-from batchwright.studies.comparison import CompareSettings, SceneResult
+from batchwright.studies.comparison import CompareSettings, Comparison, Recorded, SceneResult
 
 _DEFAULTS = CompareSettings()
 
@@ -41,28 +43,47 @@ def compare(
     records
         Write a JSON line per request and step here. Default: beside the report or the numbers.
     """
-    from batchwright.studies.compare import compare as run
-
     records = records or _beside(html or json)
     check_writable(json, html, records)
     with Watch() as watch:
-        comparison, recorded = run(settings, watch)
-    console = Console()
-    for scene in comparison.scenes:
-        console.print(_printed(scene))
-    if json:
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(comparison)) + b"\n")
-    if html:
-        html.write_text(render(page(comparison, recorded)), encoding="utf-8")
+        comparison, recorded = _study()(settings, watch)
+    console = Console(highlight=False)
+    try:  # files first: whoever reads the tables may stop reading; the tables all the same: a disk may be full
+        _write(comparison, recorded, json=json, html=html, records=records)
+    finally:
+        for scene in comparison.scenes:
+            console.print(_printed(scene))
+    for written in filter(None, (html, json, records)):
+        console.print(f"wrote {written}", markup=False, soft_wrap=True)
+
+
+def _write(
+    comparison: Comparison, recorded: Sequence[Recorded], *, json: Path | None, html: Path | None, records: Path | None
+) -> None:
     if records:
-        write_records(records, chain.from_iterable((*one.requests, *one.steps) for one in recorded))
-    for file in (html, json, records):
-        if file:
-            console.print(f"wrote {file}", highlight=False)
+        with whole(records) as file:
+            write_records(file, chain.from_iterable((*one.requests, *one.steps) for one in recorded))
+    if json:
+        with whole(json) as file:
+            file.write_bytes(msgspec.json.format(msgspec.json.encode(comparison)) + b"\n")
+    if html:
+        with whole(html) as file:
+            file.write_text(render(page(comparison, recorded)), encoding="utf-8")
+
+
+def _study() -> Callable[[CompareSettings, Watch], tuple[Comparison, list[Recorded]]]:
+    """The study, which needs torch and takes its time to import. Raises MissingDependency."""
+    try:
+        from batchwright.studies.compare import compare as study
+    except ModuleNotFoundError as error:
+        fact = f"it needs {error.name}, which is not installed"
+        raise MissingDependency("compare strategies", fact, "run: pip install 'batchwright[serve]'") from error
+    return study
 
 
 def _beside(file: Path | None) -> Path | None:
-    return file.with_suffix(".records.jsonl") if file else None
+    """Where records go by default."""
+    return None if file is None or is_special(file) else file.with_suffix(".records.jsonl")
 
 
 def _printed(scene: SceneResult) -> Table:

@@ -5,31 +5,46 @@ Exit codes: 0 done; 1 the command could not do what was asked (the message says 
 """
 
 import sys
+from io import TextIOWrapper
 from typing import NoReturn
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
+from rich.text import Text
 
 from batchwright import __version__
 from batchwright.errors import BatchwrightError
+
+
+def _shown(default: object) -> object:
+    """A default as one would type it; a flag that is not given has none."""
+    if default is False:
+        return None
+    return " ".join(map(str, default)) if isinstance(default, tuple) else default
+
 
 app = App(
     name="batchwright",
     help="Sizes, forms, schedules and runs batches for PyTorch, and backs every choice with a measurement.",
     version=__version__,
     help_format="plaintext",
+    default_parameter=Parameter(negative=(), consume_multiple=True, show_default=_shown),
 )
 app.command("batchwright.cli.compare:compare", name="compare")
 
 
 def main() -> NoReturn:
     """Run the command named on the command line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without a dash must not cost a run its result
     try:
         app(sys.argv[1:], exit_on_error=False, print_error=True)
     except CycloptsError:
         sys.exit(2)
     except BatchwrightError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error[/]: {error}", markup=True)
+        message = Text.assemble(("error", "bold red"), f": {error}")
+        Console(stderr=True, highlight=False, soft_wrap=True).print(message)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -14,11 +14,12 @@ class Watch:
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._bars = Progress(
-            TextColumn("{task.description:42}"),
+            TextColumn("{task.description:42}", markup=False),
             BarColumn(bar_width=28),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             console=self._console,
+            refresh_per_second=4,  # drawing takes time from what is being measured
             disable=not self._console.is_terminal,
         )
         self._task = self._bars.add_task("", visible=False)
@@ -40,7 +41,8 @@ class Watch:
         self._bars.update(self._task, total=task.total or 1, completed=task.total or 1)
         self._bars.stop_task(self._task)
         if not self._console.is_terminal:
-            self._console.print(f"{self._what}: {time.monotonic() - self._began:.1f} s")
+            line = f"{self._what}: {time.monotonic() - self._began:.1f} s"
+            self._console.print(line, markup=False, soft_wrap=True)
         self._what = ""
 
     def __enter__(self) -> Self:

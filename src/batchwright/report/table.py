@@ -32,7 +32,7 @@ class Column:
         if self.better is None or not numbers or len({text for text in texts if text != _NOTHING}) < 2:
             return [(text, False) for text in texts]
         best = self._text(max(numbers) if self.better == "higher" else min(numbers))
-        return [(text, text == best) for text in texts]
+        return [(text, text == best and not isinstance(value, str)) for text, value in zip(texts, values, strict=True)]
 
     def _text(self, value: Value) -> str:
         if value is None:

@@ -8,6 +8,7 @@ products were measured to do in the same time.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import msgspec
@@ -15,16 +16,17 @@ import torch
 
 from batchwright import __version__
 from batchwright.bench.summary import summarize
-from batchwright.errors import RequestError
+from batchwright.errors import ConfigError, RequestError
 from batchwright.facts.hardware import Hardware
 from batchwright.facts.shape import ModelShape
 from batchwright.policy.continuous import Continuous, ContinuousSettings
 from batchwright.policy.dynamic import DynamicSettings, dynamic
 from batchwright.policy.pages import Memory
 from batchwright.policy.static import one_by_one, static
-from batchwright.policy.types import Scheduler
+from batchwright.policy.types import Scheduler, StepPlan
 from batchwright.records import RequestRecord
 from batchwright.serve.engine import Engine, default_memory
+from batchwright.serve.executor import RowResult
 from batchwright.serve.sampling import SamplingParams
 from batchwright.serve.weights import LoadedModel, load
 from batchwright.studies.comparison import (
@@ -38,6 +40,7 @@ from batchwright.studies.comparison import (
 from batchwright.studies.roofline import measure_hardware
 from batchwright.studies.workload import Work, arriving, make_requests, read_requests, replay_trace
 from batchwright.traffic import poisson
+from batchwright.units import format_bytes
 
 _WARM_UP_LENGTHS = (1, 3, 9, 40, 150)
 
@@ -54,16 +57,24 @@ class Watcher(Protocol):
         ...
 
 
-def compare(settings: CompareSettings, watcher: Watcher) -> tuple[Comparison, list[Recorded]]:
-    """Run both scenes under every strategy. Raises BatchwrightError before any of it where something cannot run."""
+def compare(
+    settings: CompareSettings, watcher: Watcher, hardware: Hardware | None = None
+) -> tuple[Comparison, list[Recorded]]:
+    """Run both scenes under every strategy. `hardware` is measured unless given.
+
+    Raises BatchwrightError before any of it where something cannot run.
+    """
     began = time.perf_counter()
     watcher.begin(f"loading {settings.model}", 0)
     model = load(settings.model, getattr(torch, settings.dtype), settings.device)
-    watcher.begin("measuring the machine's roofline", 0)
-    hardware = measure_hardware(settings.device, settings.dtype)
-    bench = _Bench(settings, model, hardware, watcher)
-    work = _work(settings, model)
-    bench.check(work)
+    memory = _memory(settings, model)
+    work = _admitted(_work(settings, model), model, memory, settings)
+    _check_rate(settings, work)
+    if hardware is None:
+        watcher.begin("measuring the machine's roofline", 0)
+        hardware = measure_hardware(settings.device, settings.dtype)
+    _check_pool(model, memory, hardware)
+    bench = _Bench(settings, model, memory, hardware, watcher)
     bench.warm_up()
     scenes = [bench.scene("all at once", _ALL_AT_ONCE, arriving(work, [0.0] * len(work)), None)]
     rate = _offered_rate(settings, work, scenes[0])
@@ -97,20 +108,12 @@ _OVER_TIME = (
 class _Bench:
     """One loaded model, run under each strategy in turn."""
 
-    def __init__(self, settings: CompareSettings, model: LoadedModel, hardware: Hardware, watcher: Watcher) -> None:
+    def __init__(
+        self, settings: CompareSettings, model: LoadedModel, memory: Memory, hardware: Hardware, watcher: Watcher
+    ) -> None:
         self.recorded: list[Recorded] = []
-        self._settings, self._model, self._hardware, self._watcher = settings, model, hardware, watcher
-        memory = default_memory(model, settings.page_size)
-        self._memory = Memory(settings.num_pages or memory.num_pages, memory.page_size, memory.context)
-
-    def check(self, work: Sequence[Work]) -> None:
-        """Refuse, before anything is timed, work that no strategy could run."""
-        engine = self._engine(self._settings.strategies[0], "check")
-        for one in work:
-            try:
-                engine.abort(engine.submit(one.prompt, one.params))
-            except RequestError as error:
-                raise RequestError(f"run {one.id}: {error.asked}", error.fact, error.remedy) from error
+        self._settings, self._model, self._memory = settings, model, memory
+        self._hardware, self._watcher = hardware, watcher
 
     def warm_up(self) -> None:
         """Kernels choose their code on the first call for a shape; no strategy should pay for another."""
@@ -173,6 +176,57 @@ def _sleep_until(engine: Engine, next_arrival: float | None) -> None:
     time.sleep(max(0.0, min(times) - engine.now()))
 
 
+class _Unused:
+    """An executor for an engine that only says what it would admit: no pages are allocated for it."""
+
+    def add(self, request_id: str, tokens: Sequence[int], params: SamplingParams) -> None:
+        pass
+
+    def remove(self, request_id: str) -> None:
+        pass
+
+    def execute(self, plan: StepPlan) -> list[RowResult]:
+        raise AssertionError(plan)
+
+
+def _admitted(work: Sequence[Work], model: LoadedModel, memory: Memory, settings: CompareSettings) -> list[Work]:
+    """`work` with the output lengths that context and pool leave it. Raises RequestError for what can never run."""
+    num_pages = min(memory.num_pages, memory.pages_for(memory.context))  # more would make no difference to one request
+    memory = Memory(num_pages, memory.page_size, memory.context)
+    engine = Engine(model, one_by_one, memory=memory, executor=lambda _decoder, _memory: _Unused(), run="check")
+    for one in work:
+        try:
+            engine.abort(engine.submit(one.prompt, one.params))
+        except RequestError as error:
+            asked = f"run the request {one.id}, {len(one.prompt):,} tokens long"
+            can_scale = settings.trace is not None and not settings.scale_lengths
+            remedy = f"{error.remedy}, or scale the trace's lengths (scale_lengths)" if can_scale else error.remedy
+            raise RequestError(asked, error.fact, remedy) from error
+    limits = (record.max_tokens for record in engine.recorder.requests)
+    return [replace(one, params=replace(one.params, max_tokens=limit)) for one, limit in zip(work, limits, strict=True)]
+
+
+def _check_rate(settings: CompareSettings, work: Sequence[Work]) -> None:
+    """Recorded arrivals can be stretched to a rate only if they have one."""
+    if (settings.rate or settings.load) and work[0].arrival is not None and not work[-1].arrival:
+        asked = f"offer {settings.rate:g} requests/s" if settings.rate else f"offer a load of {settings.load:g}"
+        fact = "the source's requests all arrive at the same time, so there is nothing to stretch"
+        raise ConfigError(asked, fact, "leave it out, or leave the arrivals out of the requests")
+
+
+def _check_pool(model: LoadedModel, memory: Memory, hardware: Hardware) -> None:
+    needed = memory.num_tokens * model.decoder.shape.kv_bytes_per_token(model.decoder.dtype.itemsize)
+    if needed > hardware.memory_bytes():
+        asked = f"keep {memory.num_pages:,} pages of {memory.page_size:,} tokens"
+        fact = f"they need {format_bytes(needed)}, and {hardware.name} has {format_bytes(hardware.memory_bytes())}"
+        raise ConfigError(asked, fact, "use a smaller num_pages or page_size")
+
+
+def _memory(settings: CompareSettings, model: LoadedModel) -> Memory:
+    memory = default_memory(model, settings.page_size)
+    return memory if settings.num_pages is None else replace(memory, num_pages=settings.num_pages)
+
+
 def _scheduler(strategy: Strategy, memory: Memory, settings: CompareSettings) -> Scheduler:
     if strategy == "one-by-one":
         return one_by_one(memory)
@@ -224,11 +278,10 @@ def _arrivals(settings: CompareSettings, work: Sequence[Work], rate: float | Non
         assert rate is not None
         return arriving(work, poisson(rate, settings.seed)), rate
     recorded = [one.arrival or 0.0 for one in work]
-    span = recorded[-1] - recorded[0]
-    own_rate = (len(work) - 1) / span if span else None
+    own_rate = (len(work) - 1) / recorded[-1] if recorded[-1] else None
     if rate is None or own_rate is None:
         return list(work), own_rate
-    return arriving(work, [(arrival - recorded[0]) * own_rate / rate for arrival in recorded]), rate
+    return arriving(work, [arrival * own_rate / rate for arrival in recorded]), rate
 
 
 def _useful_flops(shape: ModelShape, request: RequestRecord) -> int:

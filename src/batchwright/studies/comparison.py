@@ -1,7 +1,7 @@
 """What `compare` is asked and what it answers: plain data, without torch, for the command line and the report."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -47,7 +47,7 @@ class CompareSettings:
     batch_size: int = 8
     """Of static and dynamic batches."""
     max_queue_delay: float = 0.25
-    """How long a dynamic batch waits for company."""
+    """Seconds that a dynamic batch waits for company."""
     max_rows: int = 32
     """Requests that continuous batching runs at once."""
     token_budget: int = 512
@@ -60,24 +60,60 @@ class CompareSettings:
     """Of lengths, passages and arrivals."""
 
     def __post_init__(self) -> None:
-        for name in ("num_requests", "mean_prompt", "mean_output", "page_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"compare with {name}={getattr(self, name)}", "it must be at least 1", f"raise {name}"
-                )
+        self._check_numbers()
+        self._check_choices()
+        default = {field.name: field.default for field in fields(self)}
+        for name, why in self._without_effect():
+            if getattr(self, name) != default[name]:
+                raise ConfigError(f"use {name}={getattr(self, name)}", f"{why}, so it has no effect", "leave it out")
+
+    def _check_numbers(self) -> None:
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"compare with {name}={value}", "it must be at least 1", f"raise {name}")
         for name in ("rate", "load"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"compare with {name}={value}", "it must be above 0", f"raise {name}")
+                raise ConfigError(f"compare with {name}={value}", "it must be above 0 and finite", f"change {name}")
+        if not 0 <= self.max_queue_delay < float("inf"):
+            asked = f"compare with max_queue_delay={self.max_queue_delay}"
+            raise ConfigError(asked, "it must be 0 or more, and finite", "change max_queue_delay")
+
+    def _check_choices(self) -> None:
         if not self.strategies:
             raise ConfigError("compare no strategies", f"there are {', '.join(STRATEGIES)}", "name at least one")
+        if unknown := [name for name in self.strategies if name not in STRATEGIES]:
+            raise ConfigError(f"compare {unknown[0]}", f"there are {', '.join(STRATEGIES)}", "name some of these")
         if len(set(self.strategies)) < len(self.strategies):
             raise ConfigError(f"compare {', '.join(self.strategies)}", "one is named twice", "name each once")
-        for one, other in (("requests", "trace"), ("rate", "load")):
+        for one, other, what in (("requests", "trace", "what to run"), ("rate", "load", "how fast it comes")):
             if getattr(self, one) is not None and getattr(self, other) is not None:
-                raise ConfigError(f"use both {one} and {other}", "they say the same thing", "give one of them")
+                raise ConfigError(f"use both {one} and {other}", f"each says {what}", "give one of them")
         if self.scale_lengths and self.trace is None:
             raise ConfigError("scale lengths", "only a trace's lengths are scaled", "give a trace, or leave it out")
+
+    def _without_effect(self) -> Iterator[tuple[str, str]]:
+        """Settings that the others make void, and why."""
+        if self.requests is not None:
+            yield "num_requests", "all requests of the file are run"
+        if self.requests is not None or self.trace is not None:
+            yield from ((name, "lengths come from the file") for name in ("mean_prompt", "mean_output"))
+        for name, users in _USERS.items():
+            if not users & set(self.strategies):
+                yield name, f"only {' and '.join(sorted(users))} batching uses it"
+
+
+_USERS: dict[str, set[Strategy]] = {
+    "batch_size": {"static", "dynamic"},
+    "max_queue_delay": {"dynamic"},
+    "max_rows": {"continuous"},
+    "token_budget": {"continuous"},
+}
+_COUNTS = (
+    *("num_requests", "mean_prompt", "mean_output", "batch_size"),
+    *("max_rows", "token_budget", "page_size", "num_pages"),
+)
 
 
 class StrategyRun(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,16 +4,16 @@ Whatever their source, they become token ids with a limit and, where the source 
 replayed requests have a forced length (`ignore_eos`), so that every strategy does exactly the same work.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from codecs import BOM_UTF8
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
 from pathlib import Path
 from pydoc_data.topics import topics
 from zlib import crc32
 
 import msgspec
 
-from batchwright.errors import InputError, RequestError
+from batchwright.errors import ConfigError, InputError, RequestError
 from batchwright.serve.sampling import SamplingParams
 from batchwright.serve.weights import LoadedModel
 from batchwright.traffic import limit, lognormal_lengths, read_trace, scale_lengths
@@ -23,7 +23,7 @@ MAX_LINE_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One request to run. `arrival`: seconds from the start, None where the source does not say."""
+    """One request to run. `arrival`: seconds from the first one's, None where the source does not say."""
 
     id: str
     prompt: tuple[int, ...]
@@ -42,13 +42,15 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_requests(path: Path, model: LoadedModel) -> list[Work]:
-    """The requests of a JSON lines file: prompt or ids, max_tokens, arrival (s), ignore_eos. Raises InputError."""
+    """The requests of a JSON lines file, by arrival: prompt or ids, max_tokens, arrival (s), ignore_eos.
+
+    Arrivals may be on any clock. Raises InputError, with the line number.
+    """
     work = []
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    work.append(_parsed(line, f"read {path}, line {number}", f"line-{number}", model))
+        for number, line in enumerate(_lines(path), start=1):
+            if line.strip():
+                work.append(_parsed(line, f"read {path}, line {number}", f"line-{number}", model))
     except OSError as error:
         raise InputError(
             f"read requests from {path}", str(error.strerror), "give a readable JSON lines file"
@@ -59,7 +61,7 @@ def read_requests(path: Path, model: LoadedModel) -> list[Work]:
     if known not in (0, len(work)):
         fact = f"{known} of {len(work)} lines have an arrival"
         raise InputError(f"read requests from {path}", fact, "give all of them one, or none")
-    return sorted(work, key=lambda one: one.arrival or 0.0)
+    return _from_zero(sorted(work, key=lambda one: one.arrival or 0.0))
 
 
 def replay_trace(
@@ -70,6 +72,8 @@ def replay_trace(
     Equal block keys (Mooncake's) get equal text. `max_context` scales all lengths, so that the longest request fits.
     """
     recorded = list(limit(read_trace(path), num_requests))
+    if not recorded:
+        raise InputError(f"read a trace from {path}", "it holds no requests", "give one with at least one")
     if max_context is not None:
         recorded = scale_lengths(recorded, max_context)
     text, place = _text(model), 7919 * seed
@@ -80,18 +84,25 @@ def replay_trace(
         own = _passage(text, place, request.num_prompt - len(shared))
         place += len(own)
         prompt = (*shared, *own)
-        work.append(Work(request.id, prompt, _forced(request.num_output), request.arrival - recorded[0].arrival))
-    return work
+        work.append(Work(f"line-{request.id}", prompt, _forced(request.num_output), request.arrival))
+    return _from_zero(work)
 
 
 def make_requests(model: LoadedModel, num_requests: int, mean_prompt: int, mean_output: int, seed: int) -> list[Work]:
-    """A seeded mix: prompts from Python's own help texts, lognormal lengths with a coefficient of variation of 0.9."""
+    """A seeded mix: prompts from Python's own help texts, lognormal lengths with a coefficient of variation of 0.9.
+
+    Raises ConfigError for means beyond half the model's context, which is also the longest that is made.
+    """
     longest = model.decoder.shape.context // 2
-    lengths = lognormal_lengths(mean_prompt, 0.9, 4, longest, seed)
-    outputs = lognormal_lengths(mean_output, 0.9, 4, longest, seed + 1)
+    for name, mean in (("mean_prompt", mean_prompt), ("mean_output", mean_output)):
+        if mean > longest:
+            fact = f"{model.name} has a context of {model.decoder.shape.context}, and each gets half of it"
+            raise ConfigError(f"make requests with {name}={mean}", fact, f"use at most {longest}")
+    prompts = lognormal_lengths(mean_prompt, 0.9, min(4, mean_prompt), longest, seed)
+    outputs = lognormal_lengths(mean_output, 0.9, min(4, mean_output), longest, seed + 1)
     text, place = _text(model), 7919 * seed
     work = []
-    for index, num_prompt, num_output in zip(range(num_requests), lengths, outputs, strict=False):
+    for index, num_prompt, num_output in zip(range(num_requests), prompts, outputs, strict=False):
         work.append(Work(f"{index}", _passage(text, place, num_prompt), _forced(num_output)))
         place += num_prompt
     return work
@@ -102,13 +113,28 @@ def arriving(work: Sequence[Work], arrivals: Iterable[float]) -> list[Work]:
     return [replace(one, arrival=arrival) for one, arrival in zip(work, arrivals, strict=False)]
 
 
+def _from_zero(work: Sequence[Work]) -> list[Work]:
+    """`work`, sorted by arrival, with its clock set to 0 at the first one."""
+    first = work[0].arrival
+    return list(work) if first is None else arriving(work, [(one.arrival or 0.0) - first for one in work])
+
+
 def _forced(num_output: int) -> SamplingParams:
     return SamplingParams(max_tokens=max(1, num_output), ignore_eos=True)
 
 
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, never more than one too long of each in memory."""
+    with path.open("rb") as file:
+        first = file.readline(MAX_LINE_BYTES + 1).removeprefix(BOM_UTF8)
+        yield first
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            yield line
+
+
 def _parsed(line: bytes, asked: str, work_id: str, model: LoadedModel) -> Work:
     if len(line) > MAX_LINE_BYTES:
-        raise InputError(asked, f"it is {len(line)} bytes, the limit is {MAX_LINE_BYTES}", "split the prompt")
+        raise InputError(asked, f"it is longer than {MAX_LINE_BYTES:,} bytes", "give a shorter prompt")
     try:
         fields = msgspec.json.decode(line, type=_Line)
         params = SamplingParams(max_tokens=fields.max_tokens, ignore_eos=fields.ignore_eos)
@@ -116,6 +142,8 @@ def _parsed(line: bytes, asked: str, work_id: str, model: LoadedModel) -> Work:
         raise InputError(asked, str(error), "give prompt or ids, max_tokens, arrival, ignore_eos") from error
     if (fields.prompt is None) == (fields.ids is None):
         raise InputError(asked, "it needs exactly one of prompt and ids", "give one")
+    if not (fields.prompt or fields.ids):
+        raise InputError(asked, "its prompt is empty", "give at least one token")
     if fields.arrival is not None and not 0 <= fields.arrival < float("inf"):
         raise InputError(asked, f"its arrival is {fields.arrival}", "give seconds from the start, 0 or more")
     ids = fields.ids if fields.prompt is None else _encoded(fields.prompt, model, asked)
@@ -130,16 +158,19 @@ def _encoded(text: str, model: LoadedModel, asked: str) -> list[int]:
 
 def _text(model: LoadedModel) -> list[int]:
     """Python's own help texts as tokens; for a model without a tokenizer, its vocabulary in a scrambled order."""
-    if model.tokenizer is None:
-        vocabulary = model.decoder.shape.vocab
-        return [7919 * index % vocabulary for index in range(vocabulary)]
-    return model.tokenizer.encode("\n".join(topics[name] for name in sorted(topics)))
+    if model.tokenizer is not None:
+        return model.tokenizer.encode("\n".join(topics[name] for name in sorted(topics)))
+    vocabulary = model.decoder.shape.vocab
+    return [7919 * index % vocabulary for index in range(vocabulary)]
 
 
 def _passage(text: Sequence[int], place: int, length: int) -> tuple[int, ...]:
     """`length` tokens of `text` from `place`, which wraps around."""
     first = place % len(text)
-    return tuple(islice(cycle(text), first, first + length))
+    passage = tuple(text[first : first + length])
+    while len(passage) < length:
+        passage += tuple(text[: length - len(passage)])
+    return passage
 
 
 def _place_of(key: Hashable) -> int:

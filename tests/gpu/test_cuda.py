@@ -1,0 +1,61 @@
+"""The engine on a CUDA device does what it does on the CPU: same tokens in float32, same choices whatever the batch."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from batchwright.policy.continuous import Continuous, ContinuousSettings
+from batchwright.policy.pages import Memory
+from batchwright.policy.static import static
+from batchwright.policy.types import Scheduler
+from batchwright.serve.engine import Completion, Engine
+from batchwright.serve.sampling import Row, SamplingParams, sample
+from tests.serve.conftest import make_checkpoint  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [[(7 * index + step) % 97 for step in range(1 + 5 * index)] for index in range(12)]
+MEMORY = Memory(num_pages=14, page_size=8, context=256)
+PARAMS = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=3)
+
+
+def crowded(memory: Memory) -> Scheduler:
+    return Continuous(memory, ContinuousSettings(token_budget=40, chunk_cap=13))
+
+
+def run(path: Path, device: str, policy: Callable[[Memory], Scheduler], dtype: torch.dtype) -> list[Completion]:
+    return Engine(str(path), policy, memory=MEMORY, device=device, dtype=dtype).generate(PROMPTS, PARAMS)
+
+
+def test_float32_tokens_equal_the_cpus_under_chunks_preemption_and_padding(
+    make_checkpoint: Callable[..., Path],  # noqa: F811
+) -> None:
+    """Continuous in a pool that preempts, and static with padding and dead rows."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    path = make_checkpoint()
+    expected = [completion.tokens for completion in run(path, "cpu", crowded, torch.float32)]
+
+    assert expected == [completion.tokens for completion in run(path, "cuda", crowded, torch.float32)]
+    assert expected == [completion.tokens for completion in run(path, "cuda", lambda m: static(m, 2), torch.float32)]
+
+
+def test_bfloat16_logprobs_are_near_float32s(make_checkpoint: Callable[..., Path]) -> None:  # noqa: F811
+    """The first token's log-probabilities, before any choice can differ, are within 0.1."""
+    path = make_checkpoint()
+    exact, rounded = (run(path, "cuda", crowded, dtype) for dtype in (torch.float32, torch.bfloat16))
+
+    for one, other in zip(exact, rounded, strict=True):
+        assert other.logprobs[0][1][0][1] == pytest.approx(one.logprobs[0][1][0][1], abs=0.1)
+
+
+def test_a_draw_depends_on_its_own_row_alone() -> None:
+    """Bitwise, on the device: alone, and among 64 others."""
+    logits_BV = torch.randn(64, 5000, generator=torch.Generator().manual_seed(0)).cuda()
+    rows = [
+        Row(SamplingParams(temperature=0.8, top_k=50, top_p=0.9, seed=index, logprobs=5), index) for index in range(64)
+    ]
+    together = sample(logits_BV, rows)
+
+    assert together == [sample(logits_BV[index : index + 1], [rows[index]])[0] for index in range(64)]

@@ -6,10 +6,11 @@ last `Output`, and its record in `engine.recorder`.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -27,6 +28,7 @@ from batchwright.serve.weights import LoadedModel, load
 
 Prompt = str | Sequence[int]
 Policy = Callable[[Memory], Scheduler]
+Failure = Literal["oom", "exception"]
 
 DEFAULT_KV_BYTES = 1 << 30
 
@@ -210,25 +212,25 @@ class Engine:
 
         A prompt that cannot run yields one Output with its error. Closing the iterator aborts what is left.
         """
-        mine = set()
+        mine: set[str] = set()
+        inbox: deque[Output] = deque()  # filled by whoever steps the engine, be it another stream
         try:
             for prompt, its_params in _paired(list(prompts), params):
                 request_id = f"request-{self._num_submitted}"
                 try:
-                    mine.add(self.submit(prompt, its_params, request_id=request_id))
+                    mine.add(self.submit(prompt, its_params, request_id=request_id, on_output=inbox.append))
                 except RequestError as error:
                     self._num_submitted += 1
-                    yield Output(request_id, None, "", "refused", str(error))
+                    inbox.append(Output(request_id, None, "", "refused", str(error)))
             self.flush()
-            while mine:
-                outputs = self.step()
-                if outputs is None:
+            while mine or inbox:
+                if not inbox and self.step() is None:
                     self._wait()
-                for output in outputs or ():
-                    if output.request_id in mine:
-                        if output.finish_reason:
-                            mine.remove(output.request_id)
-                        yield output
+                while inbox:
+                    output = inbox.popleft()
+                    if output.finish_reason:
+                        mine.discard(output.request_id)
+                    yield output
         finally:
             for request_id in mine:
                 self.abort(request_id)
@@ -261,16 +263,24 @@ class Engine:
     def _run(self, plan: StepPlan, now: float) -> None:
         self.recorder.planned(plan, self.scheduler.load, now)
         started = self._clock()
-        results, failed, message = self._execute(plan)
+        try:
+            results, failed, message = self._execute(plan)
+        except BaseException as error:  # a bug or an interrupt is the caller's, but the pages must not be lost to it
+            self._commit(plan, started, "exception", repr(error), ())
+            raise
+        self._commit(plan, started, failed, message, results)
+
+    def _commit(
+        self, plan: StepPlan, started: float, failed: Failure | None, message: str, results: Sequence[RowResult]
+    ) -> None:
         finished = self._clock()
         self.recorder.committed(plan.id, started, finished, failed)
         items = () if failed else tuple(self._items(plan, results, finished))
-        dropped = self.scheduler.commit(plan.id, finished, StepOutcome(items, failed))
-        for drop in dropped:
-            self._drop(drop, message)
+        for dropped in self.scheduler.commit(plan.id, finished, StepOutcome(items, failed)):
+            self._drop(dropped, message)
 
-    def _execute(self, plan: StepPlan) -> tuple[list[RowResult], Any, str]:
-        """The results, or how the step failed. The one place where any error of a step becomes an outcome."""
+    def _execute(self, plan: StepPlan) -> tuple[list[RowResult], Failure | None, str]:
+        """The results, or how the step failed: the one place where what an executor may raise becomes an outcome."""
         try:
             return self.executor.execute(plan), None, ""
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -300,36 +310,47 @@ class Engine:
         self.recorder.token(request_id, now)
         text, reason = live.stop.push(sampled.token, live.decode(sampled.token), live.num_output)
         output = Output(request_id, sampled.token, text, reason, None, sampled.logprob, sampled.top)
-        error = self._notify(live, output)
-        self._outputs.append(output if error is None else replace(output, finish_reason=None))
-        if error is not None:
-            self._end(request_id, "error", error)
-        elif reason is not None:
-            self._forget(request_id, reason)
-        return ItemOutcome(request_id, 1, reason is not None, error is not None, live.keys.push([sampled.token]))
+        if reason is None:
+            self._outputs.append(output)
+            error = self._notify(live, output)
+            if error is not None and request_id in self._live:
+                self._end(request_id, "error", error)
+        else:
+            self._close(live, output)
+        finished = request_id not in self._live  # its callback may have aborted it
+        return ItemOutcome(request_id, 1, finished, keys=live.keys.push([sampled.token]))
 
     # ---- endings
 
     def _drop(self, dropped: Dropped, message: str = "") -> None:
         """The scheduler gave up on a request."""
+        if dropped.request_id not in self._live:  # a callback that heard of an earlier one has aborted it
+            return
         if dropped.reason in ("deadline", "queue_timeout"):
             self._end(dropped.request_id, dropped.reason)
         else:
-            fact = message or dropped.reason
-            self._end(dropped.request_id, "error", f"run {dropped.request_id}: its step failed alone ({fact})")
+            error = RequestError(
+                f"run {dropped.request_id}",
+                f"its step fails though it runs alone ({message})",
+                "free memory, or send less at once" if dropped.reason == "out_of_memory" else "see what its input does",
+            )
+            self._end(dropped.request_id, "error", str(error))
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         """End a request for another reason than its own tokens."""
         live = self._live[request_id]
-        output = Output(request_id, None, live.stop.flush(), reason, error)
-        self._notify(live, output)
-        self._outputs.append(output)
-        self._forget(request_id, reason, error)
+        self._close(live, Output(request_id, None, live.stop.flush(), reason, error))
 
-    def _forget(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
-        del self._live[request_id]
-        self.executor.remove(request_id)
-        self.recorder.ended(request_id, self._clock(), reason, error)
+    def _close(self, live: _Live, output: Output) -> None:
+        """Hand out a request's last output. It is unknown from here on, also to its own callback."""
+        del self._live[output.request_id]
+        self.executor.remove(output.request_id)
+        raised = self._notify(live, output)
+        if raised is not None:
+            output = replace(output, finish_reason="error", error=raised)
+        self._outputs.append(output)
+        assert output.finish_reason is not None
+        self.recorder.ended(output.request_id, self._clock(), output.finish_reason, output.error)
 
     def _notify(self, live: _Live, output: Output) -> str | None:
         """Call its callback, if it has one; what to say if that raised."""

@@ -1,0 +1,144 @@
+"""What the serving tests share: tiny models beside their references, executors that watch or pretend, a workload."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from batchwright.policy.pages import Memory
+from batchwright.policy.types import Chunk, Request, StepPlan
+from batchwright.serve.executor import RowResult, TorchExecutor
+from batchwright.serve.keys import PageKeys
+from batchwright.serve.model import Decoder
+from batchwright.serve.sampling import Sampled, SamplingParams
+from batchwright.serve.weights import LoadedModel
+from batchwright.testing import FakeExecutor
+from tests.serve.conftest import TINY
+
+WORKLOAD = Path(__file__).parents[1] / "data" / "workload64.json"
+
+
+class Job(NamedTuple):
+    prompt: list[int]
+    num_output: int
+
+
+def workload64() -> list[Job]:
+    return [Job(one["prompt"], one["out"]) for one in json.loads(WORKLOAD.read_text())["requests"]]
+
+
+def forced(num_output: int, **changes: Any) -> SamplingParams:
+    """Greedy, and exactly so many tokens."""
+    return SamplingParams(max_tokens=num_output, ignore_eos=True, **changes)
+
+
+@cache
+def reference(**changes: Any) -> LlamaForCausalLM:
+    """A random Llama as transformers runs it: grouped queries, 97 tokens, untied head."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**TINY | changes)).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+@cache
+def tiny(dtype: torch.dtype = torch.float32, poison: int | None = None) -> LoadedModel:
+    """The same weights as we run them. `poison`: a token whose embedding is NaN, which no loader would let pass."""
+    state = reference().state_dict()
+
+    def take(name: str) -> Tensor:
+        tensor = state[name].to(dtype, copy=True)
+        if poison is not None and name == "model.embed_tokens.weight":
+            tensor[poison] = torch.nan
+        return tensor
+
+    config = reference().config.to_dict()
+    return LoadedModel("tiny", Decoder(config, take), None, "it is random", (), config)
+
+
+def reference_logits(tokens: Sequence[int]) -> Tensor:
+    """What transformers gives after each of `tokens`, in one pass without a cache."""
+    with torch.inference_mode():
+        return reference()(torch.tensor(tokens)[None], use_cache=False).logits[0]
+
+
+def tokens_of(seed: int, length: int) -> list[int]:
+    """Random ids of the tiny model."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, TINY["vocab_size"], (length,), generator=generator).tolist()
+
+
+class WatchedExecutor(TorchExecutor):
+    """Keeps the logits of every row that sampled: (request, tokens before it) -> logits."""
+
+    def __init__(self, decoder: Decoder, memory: Memory) -> None:
+        super().__init__(decoder, memory)
+        self.logits: dict[tuple[str, int], Tensor] = {}
+        self.kv.pages_LPMSD.fill_(torch.nan)  # whatever a page held before must never show
+
+    def _sample(self, logits_RV: Tensor, chunks: Sequence[Chunk]) -> list[RowResult]:
+        for logits_V, chunk in zip(logits_RV, chunks, strict=True):
+            self.logits[str(chunk.request_id), chunk.start + chunk.num_tokens] = logits_V.clone()
+        return super()._sample(logits_RV, chunks)
+
+    def worst(self, sequences: dict[str, list[int]]) -> float:
+        """The largest difference to the reference, over all that was sampled; `sequences`: prompts with outputs."""
+        expected = {request_id: reference_logits(tokens) for request_id, tokens in sequences.items()}
+        assert self.logits
+        differences = [
+            logits_V - expected[request_id][num_before - 1]
+            for (request_id, num_before), logits_V in self.logits.items()
+        ]
+        return float(torch.stack(differences).abs().max())
+
+
+class PretendingExecutor:
+    """Behind the engine's seam, `testing.FakeExecutor`, which asserts that pages are used rightly; tokens are counted.
+
+    Token n of a request is n, and `errors` and `hook` (called with every plan, may raise) make trouble.
+    """
+
+    def __init__(self, decoder: Decoder, memory: Memory) -> None:
+        self.fake = FakeExecutor(memory, {})
+        self.hook: Callable[[StepPlan], None] = lambda plan: None
+        self.errors: dict[str, str] = {}
+        self.added: list[str] = []
+        self._memory = memory
+        self._lengths: dict[str, int] = {}
+        self.fake.lengths = self._lengths
+
+    def add(self, request_id: str, tokens: Sequence[int], params: SamplingParams) -> None:
+        self.added.append(request_id)
+        self._lengths[request_id] = 1 << 40  # the engine says when it ends
+        keys = PageKeys(self._memory.page_size).push(tokens)
+        self.fake.receive(Request(request_id, len(tokens), params.max_tokens, keys=keys), 1 << 40)
+
+    def remove(self, request_id: str) -> None:
+        self.fake.forget(request_id)
+
+    def execute(self, plan: StepPlan) -> list[RowResult]:
+        try:
+            self.hook(plan)
+        except BaseException:
+            self.fake.failures = {self.fake.num_steps: "exception"}
+            self.fake.execute(plan)
+            raise
+        outcome = self.fake.execute(plan)
+        if outcome.failed == "oom":
+            raise MemoryError
+        if outcome.failed:
+            raise RuntimeError("a step broke")
+        return list(self._results(plan))
+
+    def _results(self, plan: StepPlan) -> Iterator[RowResult]:
+        for chunk in plan.chunks:
+            if chunk.samples and chunk.request_id is not None:
+                error = self.errors.get(chunk.request_id)
+                number = self.fake.num_outputs(chunk.request_id)
+                yield RowResult(chunk.request_id, Sampled(number) if error is None else Sampled(-1, error=error))

@@ -54,7 +54,9 @@ def write_checkpoint(folder: Path, *, with_tokenizer: bool = True, **changes: An
     weights = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     save_file(weights, folder / "model.safetensors")
     if with_tokenizer:
-        core = Tokenizer(models.BPE({byte: i for i, byte in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
+        core = Tokenizer(
+            models.BPE({byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+        )
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         core.decoder = decoders.ByteLevel()
         core.save(str(folder / "tokenizer.json"))

@@ -21,6 +21,7 @@ from batchwright.policy.types import (
     Dropped,
     Load,
     Reason,
+    RefusalReason,
     Refused,
     Request,
     StepOutcome,
@@ -329,43 +330,29 @@ class Ledger:
         self.waiting.add(progress.rank, progress)
 
     def _refusal(self, request: Request) -> Refused | None:
-        memory, queueing = self.memory, self._queueing
-        if request.id in self.live:
-            return Refused(request.id, "invalid", f"add request {request.id!r}: that id is live; use another id")
-        if request.num_prompt < 1 or request.max_tokens < 1:
-            return Refused(
-                request.id,
-                "invalid",
-                f"run a prompt of {request.num_prompt} tokens for at most {request.max_tokens} more: "
-                "both must be at least 1; give a prompt, and raise max_tokens",
-            )
-        if not 1 <= request.num_rows <= self._max_rows_per_request:
-            return Refused(
-                request.id,
-                "invalid",
-                f"run {request.num_rows} rows in one request: a request may have 1 to {self._max_rows_per_request} "
-                "here; send them as several requests",
-            )
+        """Why `request` can never run, or not now."""
+        memory, most_rows = self.memory, self._max_rows_per_request
+        lengths = f"run a prompt of {request.num_prompt} tokens for at most {request.max_tokens} more"
         needed = request.num_prompt + 1
+
+        def refused(reason: RefusalReason, asked: str, fact: str, remedy: str) -> Refused:
+            return Refused(request.id, reason, asked, fact, remedy)
+
+        if request.id in self.live:
+            return refused("invalid", f"add request {request.id!r}", "that id is live", "use another id")
+        if request.num_prompt < 1 or request.max_tokens < 1:
+            return refused("invalid", lengths, "both must be at least 1", "give a prompt, and raise max_tokens")
+        if not 1 <= request.num_rows <= most_rows:
+            asked = f"run {request.num_rows} rows in one request"
+            return refused("invalid", asked, f"a request may have 1 to {most_rows} here", "send several requests")
         if needed > memory.context:
-            return Refused(
-                request.id,
-                "too_long",
-                f"run a prompt of {request.num_prompt} tokens: with one output token it needs a context of {needed}, "
-                f"the limit is {memory.context}; shorten the prompt",
-            )
+            fact = f"with one output token it needs a context of {needed}, the limit is {memory.context}"
+            return refused("too_long", lengths, fact, "shorten the prompt")
         if needed > memory.num_tokens:
-            return Refused(
-                request.id,
-                "too_long",
-                f"run a prompt of {request.num_prompt} tokens: with one output token it needs "
-                f"{memory.pages_for(needed)} pages of {memory.page_size}, the pool has {memory.num_pages}; "
-                "shorten the prompt or raise num_pages",
-            )
-        if queueing.max_requests is not None and len(self.waiting) >= queueing.max_requests:
-            return Refused(
-                request.id,
-                "queue_full",
-                f"queue one more request: {len(self.waiting)} wait, which is the limit; try again later",
-            )
+            pages = f"{memory.pages_for(needed)} pages of {memory.page_size}"
+            fact = f"with one output token it needs {pages}, the pool has {memory.num_pages}"
+            return refused("too_long", lengths, fact, "shorten the prompt or raise num_pages")
+        if self._queueing.max_requests is not None and len(self.waiting) >= self._queueing.max_requests:
+            fact = f"{len(self.waiting)} wait, which is the limit"
+            return refused("queue_full", "queue one more request", fact, "try again later")
         return None

@@ -50,11 +50,17 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The request is not queued: what can never fit is refused on arrival, with the numbers in `message`."""
+    """The request is not queued: what can never fit is refused on arrival; the three parts carry the numbers."""
 
     request_id: str
     reason: RefusalReason
-    message: str
+    asked: str
+    fact: str
+    remedy: str
+
+    @property
+    def message(self) -> str:
+        return f"{self.asked}: {self.fact}; {self.remedy}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,13 +111,14 @@ class Engine:
     ) -> None:
         self.model = _loaded(model, dtype, device)
         self.memory = memory or default_memory(self.model)
+        _check_context(self.model, self.memory)
         self.scheduler = policy(self.memory)
         self.executor = executor(self.model.decoder, self.memory)
         self._clock = clock
         self.recorder = Recorder(run, self.memory.page_size, origin=clock())
         self._live: dict[str, _Live] = {}
         self._outputs: list[Output] = []
-        self._num_submitted = 0
+        self._num_named = 0
 
     # ---- requests
 
@@ -141,8 +142,7 @@ class Engine:
         context or the page pool, a full queue. It then has no record.
         """
         params = params or SamplingParams()
-        if request_id is None:
-            request_id = f"request-{self._num_submitted}"
+        request_id = request_id or self._new_id()
         tokens = self._tokens(prompt)
         now = self._clock()
         live = _Live(tokens, params, self.model, self.memory.page_size, on_output)
@@ -159,11 +159,8 @@ class Engine:
             now,
         )
         if isinstance(answer, Refused):
-            asked, _, rest = answer.message.partition(": ")
-            fact, _, remedy = rest.rpartition("; ")
-            raise RequestError(asked, fact, remedy)
+            raise RequestError(answer.asked, answer.fact, answer.remedy)
         live.admit(answer.max_tokens, self.model.eos_ids)
-        self._num_submitted += 1
         self._live[request_id] = live
         self.executor.add(request_id, tokens, params)
         self.recorder.arrived(request_id, now if arrival is None else arrival, len(tokens), answer.max_tokens)
@@ -216,11 +213,10 @@ class Engine:
         inbox: deque[Output] = deque()  # filled by whoever steps the engine, be it another stream
         try:
             for prompt, its_params in _paired(list(prompts), params):
-                request_id = f"request-{self._num_submitted}"
+                request_id = self._new_id()
                 try:
                     mine.add(self.submit(prompt, its_params, request_id=request_id, on_output=inbox.append))
                 except RequestError as error:
-                    self._num_submitted += 1
                     inbox.append(Output(request_id, None, "", "refused", str(error)))
             self.flush()
             while mine or inbox:
@@ -372,6 +368,14 @@ class Engine:
 
     # ---- prompts
 
+    def _new_id(self) -> str:
+        """An id that no live request has; its number is higher than those before."""
+        while True:
+            request_id = f"request-{self._num_named}"
+            self._num_named += 1
+            if request_id not in self._live:
+                return request_id
+
     def _tokens(self, prompt: Prompt) -> list[int]:
         asked = "submit a request"
         tokens = self._tokenizer(asked).encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -406,6 +410,12 @@ def _loaded(model: LoadedModel | str | Path, dtype: torch.dtype | None, device: 
         asked = f"run {model.name} with dtype={dtype}, device={device}"
         raise ConfigError(asked, "it is loaded already, so they would have no effect", "give them to weights.load")
     return model
+
+
+def _check_context(model: LoadedModel, memory: Memory) -> None:
+    most = model.decoder.shape.context
+    if memory.context > most:
+        raise ConfigError(f"use a context of {memory.context}", f"{model.name} was made for {most}", "lower context")
 
 
 def _paired(

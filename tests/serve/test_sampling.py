@@ -260,6 +260,7 @@ def test_an_empty_batch_samples_nothing():
         {"stop": ""},
         {"stop": ("a", "")},
         {"stop": (3,)},
+        {"stop": ("a",) * 17},
         {"stop": None},
         {"stop_token_ids": (-1,)},
         {"stop_token_ids": ("a",)},
@@ -276,6 +277,14 @@ def test_a_setting_out_of_range_is_refused(setting):
     assert refused.value.asked.startswith(f"sampling with {name}=")
     assert str(value) in refused.value.asked
     assert refused.value.remedy.startswith(f"{name} must be ")
+
+
+def test_a_stop_string_is_bounded_in_length():
+    """1,000 characters are allowed and 1,001 refused, by an error that doesn't repeat them all."""
+    assert SamplingParams(stop="x" * 1000).stop == ("x" * 1000,)
+    with pytest.raises(RequestError, match="at most 16 strings of 1 to 1,000 characters") as refused:
+        SamplingParams(stop="x" * 1001)
+    assert len(str(refused.value)) < 500
 
 
 def test_a_bare_stop_string_counts_as_one():

@@ -24,12 +24,15 @@ from torch.nn import functional
 from batchwright.errors import RequestError
 
 MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1_000
 NUM_WEIGHT_BITS = 34  # 2**34 * 2**19 tokens = 2**53: the largest sum that a float64 still holds exactly
 MAX_VOCABULARY = 1 << 19
 BLOCK = 256
 NUM_BUCKETS = 1024
 PORTION_ON_CPU = 1 << 18  # logits worked on at once: 1 MiB of float32
 PORTION_ELSEWHERE = 1 << 25
+MAX_SHOWN = 200  # characters of a refused value that its error repeats
 MASK_64 = (1 << 64) - 1
 
 
@@ -37,10 +40,11 @@ MASK_64 = (1 << 64) - 1
 class SamplingParams:
     """How one request's tokens are chosen and when they end; the defaults are greedy decoding of 128 tokens.
 
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `stop` strings end the text before themselves; a bare
-    string counts as one. `stop_token_ids` end it in addition to the model's own end tokens, which `ignore_eos`
-    disregards. `logprobs` asks for the chosen token's log-probability and those of that many likeliest tokens, under
-    the model's own distribution: before temperature and filters, as OpenAI and vLLM report it.
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `stop` strings (at most 16, of at most 1,000 characters)
+    end the text before themselves; a bare string counts as one. `stop_token_ids` end it in addition to the model's own
+    end tokens, which `ignore_eos` disregards. `logprobs` asks for the chosen token's log-probability and those of that
+    many likeliest tokens, under the model's own distribution: before temperature and filters, as OpenAI and vLLM report
+    it.
     Raises RequestError for a value out of range.
     """
 
@@ -57,6 +61,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
+        stops = f"at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH:,} characters; () for none"
         most = f"an integer from 0 to {MAX_LOGPROBS}, or None for no log-probabilities"
         for name, is_valid, allowed in (
             ("max_tokens", _is_int(self.max_tokens, 1), "an integer of at least 1"),
@@ -64,12 +69,12 @@ class SamplingParams:
             ("top_k", _is_int(self.top_k, 0), "an integer of at least 0; 0 turns it off"),
             ("top_p", _is_number(self.top_p, 0) and 0 < self.top_p <= 1, "above 0 and at most 1; 1 turns it off"),
             ("seed", _is_int(self.seed, -(1 << 63), MASK_64), "an integer of at most 64 bits"),
-            ("stop", all(_is_text(s) for s in self.stop), "non-empty strings; () for none"),
+            ("stop", _are_stops(self.stop), stops),
             ("stop_token_ids", all(_is_int(t, 0) for t in self.stop_token_ids), "token ids of at least 0"),
             ("logprobs", self.logprobs is None or _is_int(self.logprobs, 0, MAX_LOGPROBS), most),
         ):
             if not is_valid:
-                asked = f"sampling with {name}={getattr(self, name)!r}"
+                asked = f"sampling with {name}={_shortened(repr(getattr(self, name)))}"
                 raise RequestError(asked, "the value is out of range", f"{name} must be {allowed}")
 
 
@@ -338,8 +343,12 @@ def _as_tuple(value: object) -> tuple[object, ...]:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text):,} characters)"
+
+
+def _are_stops(values: Sequence[object]) -> bool:
+    return len(values) <= MAX_STOPS and all(isinstance(s, str) and 1 <= len(s) <= MAX_STOP_LENGTH for s in values)
 
 
 def _is_int(value: object, low: int, high: float = math.inf) -> bool:

@@ -12,7 +12,16 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from batchwright.errors import RequestError
 from batchwright.serve import sampling
-from batchwright.serve.sampling import Row, Sampled, SamplingParams, _filter, _highest, _temper, sample, uniform
+from batchwright.serve.sampling import (
+    Row,
+    Sampled,
+    SamplingParams,
+    _filter,
+    _highest,
+    _over_temperature,
+    sample,
+    uniform,
+)
 
 GREEDY = SamplingParams()
 
@@ -23,7 +32,7 @@ def make_logits(num_rows, num_tokens, seed=0, spread=3.0, rounded=False):
 
 
 def filtered(logits_BV, params):
-    weights_BV = _filter(_temper(logits_BV, logits_BV.amax(-1), params), params).double()
+    weights_BV = _filter(_over_temperature(logits_BV, logits_BV.amax(-1), params), params).double()
     return weights_BV / weights_BV.sum(-1, keepdim=True)
 
 
@@ -80,7 +89,7 @@ def test_nucleus_of_equal_tokens_keeps_the_higher_ids(num_tokens, top_p):
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.0, seed=0),
         SamplingParams(temperature=0.6, seed=1),
         SamplingParams(temperature=2.0, seed=2),
         SamplingParams(temperature=1.0, top_k=6, seed=3),
@@ -137,7 +146,7 @@ def test_a_row_is_the_same_in_any_batch(keyed, num_tokens, rounded, data):
 
 def test_a_large_batch_is_sampled_in_portions_with_the_same_result(monkeypatch):
     """Where temporaries are bounded to two rows at a time, seven rows choose as they do all at once."""
-    rows = [Row(SamplingParams(temperature=1, top_p=0.9, logprobs=i), i) for i in range(7)]
+    rows = [Row(SamplingParams(temperature=1, top_p=0.9, seed=0, logprobs=i), i) for i in range(7)]
     logits_BV = make_logits(7, 100)
     at_once = sample(logits_BV, rows)
     monkeypatch.setattr(sampling, "PORTION_ON_CPU", 200)
@@ -150,17 +159,19 @@ def test_greedy_is_argmax(num_tokens):
     logits_BV = make_logits(6, num_tokens, rounded=True)
     expected = logits_BV.argmax(-1).tolist()
     assert [s.token for s in sample(logits_BV, [Row(GREEDY, 0)] * 6)] == expected
-    mixed = [Row(replace(GREEDY, temperature=float(i % 2)), 0) for i in range(6)]
+    mixed = [Row(replace(GREEDY, temperature=float(i % 2), seed=0), 0) for i in range(6)]
     assert [s.token for s in sample(logits_BV, mixed)][::2] == expected[::2]
 
 
 @pytest.mark.parametrize(
-    "params",
-    [SamplingParams(temperature=1, top_k=1), SamplingParams(temperature=1e-300), SamplingParams(temperature=1e-9)],
+    "setting",
+    [{"temperature": 1, "top_k": 1}, {"temperature": 1e-300}, {"temperature": 1e-9}],
+    ids=str,
 )
-def test_a_vanishing_distribution_is_its_likeliest_token(params):
+def test_a_vanishing_distribution_is_its_likeliest_token(setting):
     """Top-k of 1, and temperatures too small for float32, choose as greedy does instead of failing."""
     logits_BV = make_logits(1, 500)
+    params = SamplingParams(**setting, seed=0)
     drawn = sample(logits_BV.expand(50, -1), [Row(params, position) for position in range(50)])
     assert {s.token for s in drawn} == {int(logits_BV.argmax())}
 
@@ -176,8 +187,8 @@ def test_a_row_without_a_distribution_fails_alone(value, named, num_bad):
         for params in (
             GREEDY,
             SamplingParams(temperature=1.0, seed=4),
-            SamplingParams(temperature=1.0, top_p=0.9, logprobs=3),
-            SamplingParams(temperature=1.0, top_k=9),
+            SamplingParams(temperature=1.0, top_p=0.9, seed=4, logprobs=3),
+            SamplingParams(temperature=1.0, top_k=9, seed=4),
             SamplingParams(logprobs=2),
         )
     ]
@@ -197,7 +208,7 @@ def test_tokens_masked_to_minus_infinity_are_never_chosen():
     """-inf rules a token out of the draw and out of the alternatives, and harms nothing else."""
     logits_BV = torch.full((200, 40), -math.inf)
     logits_BV[:, 5], logits_BV[:, 33] = 1.0, 1.0
-    params = SamplingParams(temperature=1.0, top_k=10, top_p=0.999, logprobs=4)
+    params = SamplingParams(temperature=1.0, top_k=10, top_p=0.999, seed=0, logprobs=4)
     sampled = sample(logits_BV, [Row(params, position) for position in range(200)])
     assert {s.token for s in sampled} == {5, 33}
     assert sampled[0].top == ((5, pytest.approx(-math.log(2))), (33, pytest.approx(-math.log(2))))
@@ -206,7 +217,7 @@ def test_tokens_masked_to_minus_infinity_are_never_chosen():
 @pytest.mark.parametrize("num_tokens", [30, 1000, 49_152])
 def test_logprobs_are_those_of_the_unfiltered_distribution(num_tokens):
     """Log-probabilities are log_softmax of the raw logits, whatever temperature and filters chose the token."""
-    params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, logprobs=7)
+    params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, seed=0, logprobs=7)
     logits_BV = make_logits(4, num_tokens)
     expected_BV = logits_BV.double().log_softmax(-1)
     for i, one in enumerate(sample(logits_BV, [Row(params, position) for position in range(4)])):
@@ -261,7 +272,6 @@ def test_an_empty_batch_samples_nothing():
         {"stop": ("a", "")},
         {"stop": (3,)},
         {"stop": ("a",) * 17},
-        {"stop": None},
         {"stop_token_ids": (-1,)},
         {"stop_token_ids": ("a",)},
         {"logprobs": 21},
@@ -277,6 +287,19 @@ def test_a_setting_out_of_range_is_refused(setting):
     assert refused.value.asked.startswith(f"sampling with {name}=")
     assert str(value) in refused.value.asked
     assert refused.value.remedy.startswith(f"{name} must be ")
+
+
+def test_no_stop_string_may_be_written_as_none():
+    """`stop=None`, as in an OpenAI request, is the same as no stop strings."""
+    assert SamplingParams(stop=None) == SamplingParams()
+
+
+def test_drawing_without_a_seed_is_a_bug_of_the_caller():
+    """Greedy rows need no seed; a row that is drawn must have been given one, for sampling itself has no randomness."""
+    logits_BV = make_logits(1, 30)
+    sample(logits_BV, [Row(GREEDY, 0)])
+    with pytest.raises(AssertionError, match="has a seed"):
+        sample(logits_BV, [Row(SamplingParams(temperature=1.0), 0)])
 
 
 def test_a_stop_string_is_bounded_in_length():

@@ -1,9 +1,10 @@
 """Chooses the next token of every row of a batch; one row's choice never depends on the other rows.
 
 Randomness is keyed by (seed, position) alone: each drawn row spends one uniform number, hashed from that pair, on the
-inverse of its cumulative distribution. A step that failed or was preempted therefore reruns to the same tokens.
+inverse of its cumulative distribution. So equal logits draw equal tokens, whenever and wherever a failed or preempted
+step is run again; a rerun in a batch of another shape has logits that are equal up to rounding only.
 Probabilities become integers (in units of 2**-34 of the likeliest token's), held in floats: their sums are exact in
-whatever order a kernel adds, so a row's result is the same bit for bit in a batch of 1 and of 256.
+whatever order a kernel adds, so equal logits give a row the same result bit for bit in a batch of 1 and of 256.
 Order of the filters and treatment of ties are those of transformers' LogitsProcessors: temperature, top-k, top-p.
 Cost: greedy rows pay one pass over the logits; drawn rows about six more; top-k rows are ordered k deep; of a top-p row
 only the tokens near the nucleus's edge are ordered, which a histogram of the scores finds.
@@ -40,8 +41,9 @@ MASK_64 = (1 << 64) - 1
 class SamplingParams:
     """How one request's tokens are chosen and when they end; the defaults are greedy decoding of 128 tokens.
 
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `stop` strings (at most 16, of at most 1,000 characters)
-    end the text before themselves; a bare string counts as one. `stop_token_ids` end it in addition to the model's own
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. Without a `seed` the engine draws one for each request,
+    so that equal prompts get different answers. `stop` strings (at most 16, of at most 1,000 characters) end the text
+    before themselves; a bare string counts as one, None as none. `stop_token_ids` end it in addition to the model's own
     end tokens, which `ignore_eos` disregards. `logprobs` asks for the chosen token's log-probability and those of that
     many likeliest tokens, under the model's own distribution: before temperature and filters, as OpenAI and vLLM report
     it.
@@ -52,26 +54,27 @@ class SamplingParams:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    seed: int = 0
+    seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", _as_tuple(self.stop))
+        object.__setattr__(self, "stop", _as_stops(self.stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
         stops = f"at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH:,} characters; () for none"
-        most = f"an integer from 0 to {MAX_LOGPROBS}, or None for no log-probabilities"
+        seeds = "an integer of at most 64 bits, or None for one drawn by the engine"
+        logprobs = f"an integer from 0 to {MAX_LOGPROBS}, or None for no log-probabilities"
         for name, is_valid, allowed in (
             ("max_tokens", _is_int(self.max_tokens, 1), "an integer of at least 1"),
             ("temperature", _is_number(self.temperature, 0), "a finite number of at least 0; 0 is greedy"),
             ("top_k", _is_int(self.top_k, 0), "an integer of at least 0; 0 turns it off"),
             ("top_p", _is_number(self.top_p, 0) and 0 < self.top_p <= 1, "above 0 and at most 1; 1 turns it off"),
-            ("seed", _is_int(self.seed, -(1 << 63), MASK_64), "an integer of at most 64 bits"),
+            ("seed", self.seed is None or _is_int(self.seed, -(1 << 63), MASK_64), seeds),
             ("stop", _are_stops(self.stop), stops),
             ("stop_token_ids", all(_is_int(t, 0) for t in self.stop_token_ids), "token ids of at least 0"),
-            ("logprobs", self.logprobs is None or _is_int(self.logprobs, 0, MAX_LOGPROBS), most),
+            ("logprobs", self.logprobs is None or _is_int(self.logprobs, 0, MAX_LOGPROBS), logprobs),
         ):
             if not is_valid:
                 asked = f"sampling with {name}={_shortened(repr(getattr(self, name)))}"
@@ -101,7 +104,8 @@ class Sampled(NamedTuple):
 def sample(logits_BV: Tensor, rows: Sequence[Row]) -> list[Sampled]:
     """Choose one token per row of float32 logits, which are left as they were. -inf rules a token out.
 
-    A row holding NaN or +inf, or no finite logit at all, gets an `error`; the other rows are unharmed.
+    Params with a temperature above 0 must hold a seed. A row holding NaN or +inf, or no finite logit at all, gets an
+    `error`; the other rows are unharmed.
     """
     assert logits_BV.dtype == torch.float32
     assert logits_BV.shape[0] == len(rows)
@@ -114,17 +118,17 @@ def sample(logits_BV: Tensor, rows: Sequence[Row]) -> list[Sampled]:
     sound = [i for i, peak in enumerate(peaks) if math.isfinite(peak)]
 
     for drawn in _portions([i for i in sound if rows[i].params.temperature > 0], logits_BV):
-        scores_RV = _temper(_take(logits_BV, drawn), _take(peak_B, drawn), [rows[i].params for i in drawn])
+        scores_RV = _over_temperature(_rows(logits_BV, drawn), _rows(peak_B, drawn), [rows[i].params for i in drawn])
         for i, token in zip(drawn, _draw(scores_RV, [rows[i] for i in drawn]), strict=True):
             tokens[i] = token
 
     sampled = [
-        Sampled(token) if math.isfinite(peak) else Sampled(-1, error=_trouble(peak, row.position))
+        Sampled(token) if math.isfinite(peak) else Sampled(-1, error=_no_distribution(peak, row.position))
         for token, peak, row in zip(tokens, peaks, rows, strict=True)
     ]
     for asked in _portions([i for i in sound if rows[i].params.logprobs is not None], logits_BV):
         num_top = [rows[i].params.logprobs or 0 for i in asked]
-        logits_RV, peak_R = _take(logits_BV, asked), _take(peak_B, asked)
+        logits_RV, peak_R = _rows(logits_BV, asked), _rows(peak_B, asked)
         reports = _logprobs(logits_RV, peak_R, [tokens[i] for i in asked], num_top)
         for i, (logprob, top) in zip(asked, reports, strict=True):
             sampled[i] = Sampled(tokens[i], logprob, top)
@@ -155,11 +159,11 @@ def _likeliest(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
     logits_BNK = _blocks(logits_BV, BLOCK, -math.inf)
     peak_BN = logits_BNK.amax(-1)
     block_B = peak_BN.argmax(-1)
-    within_B = _pick(logits_BNK, block_B).argmax(-1)
-    return _pick(peak_BN, block_B), block_B * BLOCK + within_B
+    within_B = _entries(logits_BNK, block_B).argmax(-1)
+    return _entries(peak_BN, block_B), block_B * BLOCK + within_B
 
 
-def _temper(logits_RV: Tensor, peak_R: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def _over_temperature(logits_RV: Tensor, peak_R: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Logits over temperature, first shifted so that the highest is 0: then no temperature is small enough for NaN."""
     smallest = torch.finfo(torch.float32).tiny
     temperature_R = _column([min(max(p.temperature, smallest), 1 / smallest) for p in params], logits_RV)
@@ -176,24 +180,26 @@ def _draw(scores_RV: Tensor, rows: Sequence[Row]) -> list[int]:
     weights_RV = _filter(scores_RV, [row.params for row in rows])
     weights_RNK = _blocks(weights_RV, BLOCK, 0.0)
     block_RN = weights_RNK.sum(-1, dtype=torch.float64)
-    uniform_R = torch.tensor([uniform(*_key(row)) for row in rows], dtype=torch.float64, device=scores_RV.device)
+    uniform_R = torch.tensor([_uniform_of(row) for row in rows], dtype=torch.float64, device=scores_RV.device)
     total_R = block_RN.sum(-1)
     target_R = torch.minimum((uniform_R * total_R).floor_(), total_R - 1)
     block_R, rest_R = _invert(block_RN, target_R)
-    within_R, _ = _invert(_pick(weights_RNK, block_R), rest_R)
+    within_R, _ = _invert(_entries(weights_RNK, block_R), rest_R)
     tokens: list[int] = (block_R * BLOCK + within_R).tolist()
     return tokens
 
 
-def _key(row: Row) -> tuple[int, int]:
-    return row.params.seed, row.position
+def _uniform_of(row: Row) -> float:
+    seed = row.params.seed
+    assert seed is not None, "a request that is drawn has a seed by now"
+    return uniform(seed, row.position)
 
 
 def _invert(weights_RN: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
     """The first index whose cumulative weight exceeds the target, and how far into its own weight the target lies."""
     cumulative_RN = weights_RN.cumsum(-1, dtype=torch.float64)
     index_R = (cumulative_RN <= target_R[:, None]).sum(-1)
-    before_R = _pick(cumulative_RN, index_R) - _pick(weights_RN, index_R)
+    before_R = _entries(cumulative_RN, index_R) - _entries(weights_RN, index_R)
     return index_R, target_R - before_R
 
 
@@ -203,11 +209,11 @@ def _filter(scores_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     num_tokens = scores_RV.shape[1]
     if cut := [i for i, p in enumerate(params) if 0 < p.top_k < num_tokens]:
         floor_R = _column([-math.inf] * len(params), scores_RV)
-        kth_R = _kth_highest(_take(scores_RV, cut), [params[i].top_k for i in cut])
+        kth_R = _kth_highest(_rows(scores_RV, cut), [params[i].top_k for i in cut])
         floor_R[torch.tensor(cut, device=scores_RV.device)] = kth_R
         weights_RV.mul_(scores_RV >= floor_R[:, None])
     if nuclear := [i for i, p in enumerate(params) if p.top_p < 1]:
-        some_scores_RV, some_weights_RV = _take(scores_RV, nuclear), _take(weights_RV, nuclear)
+        some_scores_RV, some_weights_RV = _rows(scores_RV, nuclear), _rows(weights_RV, nuclear)
         kept_RV = _nucleus(some_scores_RV, some_weights_RV, [params[i].top_p for i in nuclear])
         weights_RV.index_copy_(0, torch.tensor(nuclear, device=scores_RV.device), some_weights_RV * kept_RV)
     return weights_RV
@@ -215,7 +221,7 @@ def _filter(scores_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 def _kth_highest(scores_RV: Tensor, ks: Sequence[int]) -> Tensor:
     highest_RC = scores_RV.topk(max(ks), dim=-1).values
-    return _pick(highest_RC, torch.tensor(ks, device=scores_RV.device) - 1)
+    return _entries(highest_RC, torch.tensor(ks, device=scores_RV.device) - 1)
 
 
 def _nucleus(scores_RV: Tensor, weights_RV: Tensor, top_ps: Sequence[float]) -> Tensor:
@@ -242,8 +248,8 @@ def _nucleus(scores_RV: Tensor, weights_RV: Tensor, top_ps: Sequence[float]) -> 
     tail_RC = tail_RN.gather(1, edge_R1) - weight_RC.cumsum(-1) + weight_RC
     kept_RC = ((tail_RC / total_R1).float() > cut_R1) & (score_RC > -math.inf)
     kept_RC[:, 0] = True
-    lowest_R = _pick(score_RC, kept_RC.sum(-1) - 1)
-    return _inside(scores_RV, lowest_R, (kept_RC & (score_RC == lowest_R[:, None])).sum(-1))
+    lowest_R = _entries(score_RC, kept_RC.sum(-1) - 1)
+    return _mark_nucleus(scores_RV, lowest_R, (kept_RC & (score_RC == lowest_R[:, None])).sum(-1))
 
 
 def _buckets(scores_RV: Tensor) -> Tensor:
@@ -252,7 +258,7 @@ def _buckets(scores_RV: Tensor) -> Tensor:
     return (scores_RV * ((NUM_BUCKETS - 1) / lowest_R1)).clamp_(max=NUM_BUCKETS - 1).long()
 
 
-def _inside(scores_RV: Tensor, edge_R: Tensor, at_edge_R: Tensor) -> Tensor:
+def _mark_nucleus(scores_RV: Tensor, edge_R: Tensor, at_edge_R: Tensor) -> Tensor:
     """True for scores above the edge, and for the last `at_edge` of the tokens exactly at it."""
     at_RV = scores_RV == edge_R[:, None]
     num_at_R = at_RV.sum(-1, dtype=torch.int32)
@@ -272,7 +278,7 @@ def _logprobs(
     log_totals = [
         peak + math.log(total * 2.0**-NUM_WEIGHT_BITS) for peak, total in zip(peak_R.tolist(), totals, strict=True)
     ]
-    chosen: list[float] = _pick(logits_RV, torch.tensor(tokens, device=logits_RV.device)).tolist()
+    chosen: list[float] = _entries(logits_RV, torch.tensor(tokens, device=logits_RV.device)).tolist()
     ids_RC, scores_RC = _highest(logits_RV, max(num_top))
     return [
         (
@@ -300,7 +306,8 @@ def _highest(logits_RV: Tensor, num: int) -> tuple[Tensor, Tensor]:
     return ids_RC.gather(1, order_RC), logits_RC.gather(1, order_RC)
 
 
-def _trouble(peak: float, position: int) -> str:
+def _no_distribution(peak: float, position: int) -> str:
+    """The error of a row whose highest logit is not finite."""
     held = "NaN" if math.isnan(peak) else "+inf" if peak > 0 else "-inf for every token"
     return str(
         RequestError(
@@ -325,12 +332,12 @@ def _blocks(x_RV: Tensor, width: int, fill: float) -> Tensor:
     return x_RV.reshape(x_RV.shape[0], -1, width)
 
 
-def _pick(x_RN: Tensor, index_R: Tensor) -> Tensor:
+def _entries(x_RN: Tensor, index_R: Tensor) -> Tensor:
     """Entry `index` of each row; an entry may itself be a block."""
     return x_RN[torch.arange(x_RN.shape[0], device=x_RN.device), index_R]
 
 
-def _take(x_B: Tensor, rows: Sequence[int]) -> Tensor:
+def _rows(x_B: Tensor, rows: Sequence[int]) -> Tensor:
     """These rows, in ascending order; the tensor itself, uncopied, if they are all of it."""
     return x_B if len(rows) == x_B.shape[0] else x_B[torch.tensor(rows, device=x_B.device)]
 
@@ -341,6 +348,10 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 
 def _as_tuple(value: object) -> tuple[object, ...]:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def _as_stops(value: object) -> tuple[object, ...]:
+    return () if value is None else _as_tuple(value)
 
 
 def _shortened(text: str) -> str:

@@ -41,7 +41,7 @@ def forced(num_output: int, **changes: Any) -> SamplingParams:
 def reference(**changes: Any) -> LlamaForCausalLM:
     """A random Llama as transformers runs it: grouped queries, 97 tokens, untied head."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**TINY | changes)).eval()
+    model = LlamaForCausalLM(LlamaConfig(**TINY | {"max_position_embeddings": 2048} | changes)).eval()
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model

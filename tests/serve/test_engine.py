@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -14,8 +15,7 @@ from batchwright.bench.summary import summarize
 from batchwright.errors import ConfigError, RequestError
 from batchwright.policy.continuous import Continuous, ContinuousSettings
 from batchwright.policy.dynamic import DynamicSettings, dynamic
-from batchwright.policy.ledger import Queueing
-from batchwright.policy.order import by_strict_priority
+from batchwright.policy.order import Queueing, by_strict_priority
 from batchwright.policy.pages import Memory
 from batchwright.policy.static import one_by_one, static
 from batchwright.policy.types import StepPlan
@@ -397,8 +397,7 @@ def test_a_callback_may_abort_its_own_request(at: int) -> None:
             engine.abort(output.request_id)
 
     request_id = engine.submit(tokens_of(0, 9), forced(5), on_output=on_output)
-    outputs = drain(engine)
-    assert outputs == seen
+    assert drain(engine) == []  # its callback alone is told
     assert [output.finish_reason for output in seen] == [None] * (len(seen) - 1) + ["abort" if at == 1 else "length"]
     assert ends(engine) == {request_id: "abort" if at == 1 else "length"}
     assert is_empty(engine)
@@ -424,14 +423,14 @@ def test_a_callback_may_abort_and_submit_others() -> None:
 
 
 def test_requests_dropped_together_may_abort_one_another() -> None:
-    """Two deadlines pass at once and the first one's callback aborts the second: one end each."""
+    """Two deadlines pass at once, and each one's callback aborts the other: both have ended already, once."""
     clock = VirtualClock()
     engine, _ = pretending(clock=clock.now)
     for request_id, other in (("a", "b"), ("b", "a")):
         engine.submit([1], forced(9), request_id=request_id, deadline=1.0, on_output=lambda _, o=other: engine.abort(o))
     clock.advance_to(1.0)
     engine.step()
-    assert ends(engine) == {"a": "deadline", "b": "abort"}
+    assert ends(engine) == {"a": "deadline", "b": "deadline"}
     assert is_empty(engine)
 
 
@@ -736,3 +735,61 @@ def test_memory_is_one_gibibyte_by_default(talking: Engine) -> None:
     model = talking.model
     assert talking.memory == default_memory(model) == Memory((1 << 30) // (16 * 23040), 16, 8192)
     assert talking.executor.kv.num_bytes <= (1 << 30) + 16 * 23040
+
+
+# ---- prompts as people give them
+
+
+def test_one_prompt_need_not_be_in_a_list() -> None:
+    """A flat list of token ids is one prompt; so is a text, which is not taken apart into letters."""
+    engine = real()
+    assert len(engine.generate([5, 6, 7], forced(2))) == 1
+    (refused,) = engine.generate("text", forced(2))
+    assert refused.finish_reason == "refused"
+
+
+def test_requests_without_a_seed_draw_differently_and_reproducibly() -> None:
+    """The same prompt eight times gives different answers, and a new engine gives the same eight."""
+    params = forced(6, temperature=1.0)
+    first, again = ([one.tokens for one in real().generate([[3, 4, 5]] * 8, params)] for _ in range(2))
+    assert first == again
+    assert len(set(first)) > 4
+
+
+class _Holding:
+    """A decoder that knows its text only at the end, as one for byte tokens may."""
+
+    def __init__(self) -> None:
+        self.held = ""
+
+    def push(self, token_id: int) -> str:
+        self.held += f"<{token_id}>"
+        return ""
+
+    def finish(self) -> str:
+        held, self.held = self.held, ""
+        return held
+
+
+class _HoldingTokenizer:
+    def stream(self, *, skip_special_tokens: bool) -> _Holding:
+        assert skip_special_tokens
+        return _Holding()
+
+
+@pytest.mark.parametrize("ending", ["length", "stop", "abort"])
+def test_text_that_the_decoder_still_holds_is_handed_out_at_the_end(ending: str) -> None:
+    """Whatever ends the request; the stop token's own text is not part of it."""
+    model = replace(tiny(), tokenizer=_HoldingTokenizer())
+    plain = Engine(tiny()).generate([[3, 4, 5]], forced(4))[0].tokens
+    engine = Engine(model)
+    stop_ids = (plain[2],) if ending == "stop" else ()
+    request_id = engine.submit([3, 4, 5], SamplingParams(max_tokens=4, ignore_eos=True, stop_token_ids=stop_ids))
+    outputs: list[Output] = []
+    while engine.num_live:
+        if ending == "abort" and len(outputs) == 2:
+            engine.abort(request_id)
+        outputs += engine.step() or []
+    shown = {"length": plain, "stop": plain[: plain.index(plain[2])], "abort": plain[:2]}[ending]
+    assert "".join(output.text for output in outputs) == "".join(f"<{token}>" for token in shown)
+    assert outputs[-1].finish_reason == ending

@@ -119,8 +119,7 @@ def test_logits_on_real_prompts_equal_transformers(
     """Chunked, cached, preempted and resumed in 13 pages: every logit behind every token is within 1e-4.
 
     Float32 itself is near its end here: the reference's own logits are up to 8e-5 from those in float64. oneDNN's
-    product with packed weights adds in an order that is less exact still, and is held to 3e-4, and for 95% of the
-    tokens to 1e-4.
+    product of whole rows would be 2.3e-4 off; `serve.linear` takes it in slices, with packed weights and without.
     """
     if not packed:
         monkeypatch.setattr(linear, "can_pack", lambda dtype: False)
@@ -130,7 +129,7 @@ def test_logits_on_real_prompts_equal_transformers(
 
     prefix = JOBS[0].prompt[:40]
     prompts = [prefix, *([*prefix, *JOBS[index].prompt[:30]] for index in range(1, 5)), JOBS[5].prompt[:60]]
-    engine = Engine(weights.load(), policy, memory=Memory(13, 16, 2048), executor=WatchedExecutor)
+    engine = Engine(weights.load(dtype=torch.float32), policy, memory=Memory(13, 16, 2048), executor=WatchedExecutor)
     completions = engine.generate(prompts, forced(14))
     records = engine.recorder.requests
     assert any(record.num_preempted for record in records) and any(record.num_cached for record in records)
@@ -141,8 +140,7 @@ def test_logits_on_real_prompts_equal_transformers(
         ends = range(len(prompt), len(prompt) + 14)
         ours_TV = torch.stack([engine.executor.logits[completion.request_id, end] for end in ends])
         differences += (ours_TV - expected_TV).abs().amax(-1).tolist()
-    assert max(differences) < (3e-4 if packed else 1e-4)
-    assert sorted(differences)[int(0.95 * len(differences))] < 1e-4
+    assert max(differences) < 1e-4
 
 
 def test_every_policy_gives_the_same_tokens(smollm2: LoadedModel) -> None:

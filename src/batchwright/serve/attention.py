@@ -2,7 +2,8 @@
 
 Rows with one position (decodes) are sorted by context and attend in groups of similar length, each as two batched
 products over gathered pages; a prompt's chunk attends by itself. Gathering copies each row's pages once per layer,
-and is cheap beside the products (docs/log.md). Groups only save time: what a row gets never depends on them.
+and is cheap beside the products (docs/log.md). Groups only save time: what a row gets does not depend on them beyond
+the rounding of sums.
 `reference_attention` is the plain twin that the tests hold this against.
 
 Shapes: T positions of the step, B rows of a group, H query heads, K key-value heads, G = H / K, D head_dim,
@@ -41,19 +42,19 @@ class RowSpan(NamedTuple):
 
 
 class _DecodeGroup(NamedTuple):
-    """Rows `first .. last` of the step, one position each."""
+    """Rows `first .. end - 1` of the step, one position each."""
 
     first: int
-    last: int
+    end: int
     heads: Tensor  # page-heads to gather: keys then values, for each row and head
     mask_B11C: Tensor
 
 
 class _PromptChunk(NamedTuple):
-    """Positions `first .. last` of the step, all of one row; `heads` is None where it sees only itself."""
+    """Positions `first .. end - 1` of the step, all of one row; `heads` is None where it sees only itself."""
 
     first: int
-    last: int
+    end: int
     context: int
     heads: Tensor | None
     mask_TC: Tensor | None
@@ -105,10 +106,10 @@ class StepLayout:
         return _DecodeGroup(first, first + len(rows), self._page_heads(tables), mask[:, None, None, :])
 
     def _attend_group(self, group: _DecodeGroup, q_THD: Tensor, by_head: Tensor) -> Tensor:
-        num_rows, num_heads, head_dim = group.last - group.first, self._kv.num_heads, q_THD.shape[-1]
+        num_rows, num_heads, head_dim = group.end - group.first, self._kv.num_heads, q_THD.shape[-1]
         gathered = by_head.index_select(0, group.heads).view(2, num_rows * num_heads, -1, head_dim)
         keys, values = gathered[0], gathered[1]
-        queries = q_THD[group.first : group.last].reshape(num_rows * num_heads, -1, head_dim)
+        queries = q_THD[group.first : group.end].reshape(num_rows * num_heads, -1, head_dim)
         scores = torch.bmm(queries, keys.transpose(1, 2)).view(num_rows, num_heads, queries.shape[1], -1)
         weights = torch.add(group.mask_B11C, scores, alpha=head_dim**-0.5).softmax(-1).to(values.dtype)
         return torch.bmm(weights.view(num_rows * num_heads, queries.shape[1], -1), values).view(num_rows, -1)
@@ -116,18 +117,18 @@ class StepLayout:
     # ---- chunks of prompts
 
     def _prompt_chunk(self, row: RowSpan, first: int) -> _PromptChunk:
-        last = first + row.num_positions
+        end = first + row.num_positions
         if row.start == 0:
-            return _PromptChunk(first, last, row.context, None, None)
+            return _PromptChunk(first, end, row.context, None, None)
         device = self.positions_T.device
         table = torch.tensor([self._padded_table(row, -(-row.context // self._kv.page_size))], device=device)
         seen = torch.arange(row.context, device=device) <= torch.arange(row.start, row.context, device=device)[:, None]
-        return _PromptChunk(first, last, row.context, self._page_heads(table), seen)
+        return _PromptChunk(first, end, row.context, self._page_heads(table), seen)
 
     def _attend_chunk(
         self, chunk: _PromptChunk, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, by_head: Tensor
     ) -> Tensor:
-        here = slice(chunk.first, chunk.last)
+        here = slice(chunk.first, chunk.end)
         queries = q_THD[here].transpose(0, 1)[None]
         if chunk.heads is None:
             keys, values = k_TKD[here].transpose(0, 1)[None], v_TKD[here].transpose(0, 1)[None]

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -31,6 +31,7 @@ Policy = Callable[[Memory], Scheduler]
 Failure = Literal["oom", "exception"]
 
 DEFAULT_KV_BYTES = 1 << 30
+_ID = "request-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +78,25 @@ class _Live:
         self.max_tokens = max_tokens
         self.stop = StopChecker(replace(self.params, max_tokens=max_tokens), eos_ids)
 
-    def decode(self, token: int) -> str:
+    def text_of(self, token: int) -> str:
         """The text that `token` completes; with its last token, all that is left."""
         if self.decoder is None:
             return ""
-        text = self.decoder.push(token)
-        return text + self.decoder.finish() if self.num_output == self.max_tokens else text
+        text = "" if self.stop.ends(token) else self.decoder.push(token)
+        is_last = self.stop.ends(token) or self.num_output == self.max_tokens
+        return text + self.decoder.finish() if is_last else text
+
+    def rest(self) -> str:
+        """The text that is still held back, when it ends for another reason than its tokens."""
+        return self.stop.flush(self.decoder.finish() if self.decoder else "")
+
+
+class _Delivery(NamedTuple):
+    """An output on its way to its request's callback, or to the caller of `step`."""
+
+    live: _Live
+    output: Output
+    when: float
 
 
 class Engine:
@@ -118,7 +132,8 @@ class Engine:
         self.recorder = Recorder(run, self.memory.page_size, origin=clock())
         self._live: dict[str, _Live] = {}
         self._outputs: list[Output] = []
-        self._num_named = 0
+        self._undelivered: deque[_Delivery] = deque()
+        self._num_submitted = self._num_named = 0
 
     # ---- requests
 
@@ -136,12 +151,15 @@ class Engine:
     ) -> str:
         """Queue a request and return its id. `prompt`: text, or token ids.
 
-        `deadline` and `queue_timeout` are seconds from now; `arrival`: when it came, if not now (on the engine's
-        clock). `on_output` gets every `Output` of it; if it raises, this request ends with that error and no other.
-        Raises RequestError for what can never run: an empty prompt, ids outside the vocabulary, a prompt beyond the
-        context or the page pool, a full queue. It then has no record.
+        Where `params` has no seed, the number of requests submitted before becomes its seed. `deadline` and
+        `queue_timeout` are seconds from now; `arrival`: when it came, if not now (on the engine's clock). `on_output`
+        gets every `Output` of it, which `step` then does not return; if it raises, this request ends with that error
+        and no other. Raises RequestError for what can never run (an empty prompt, ids outside the vocabulary, a
+        prompt beyond the context or the page pool) and for a full queue. It then has no record.
         """
         params = params or SamplingParams()
+        if params.seed is None:
+            params = replace(params, seed=self._num_submitted)
         request_id = request_id or self._new_id()
         tokens = self._tokens(prompt)
         now = self._clock()
@@ -161,6 +179,7 @@ class Engine:
         if isinstance(answer, Refused):
             raise RequestError(answer.asked, answer.fact, answer.remedy)
         live.admit(answer.max_tokens, self.model.eos_ids)
+        self._num_submitted += 1
         self._live[request_id] = live
         self.executor.add(request_id, tokens, params)
         self.recorder.arrived(request_id, now if arrival is None else arrival, len(tokens), answer.max_tokens)
@@ -171,6 +190,7 @@ class Engine:
         if request_id in self._live:
             self.scheduler.abort(request_id, self._clock())
             self._end(request_id, "abort")
+            self._deliver()
 
     def flush(self) -> None:
         """Nothing more is expected for now: static and dynamic batches need not wait for company."""
@@ -188,31 +208,45 @@ class Engine:
     # ---- running
 
     def step(self) -> list[Output] | None:
-        """Run at most one step; what came of it and of the time that has passed. None: nothing could run now."""
+        """Run at most one step; the outputs that it and the time that has passed brought. None: nothing could run now.
+
+        Outputs of requests with a callback go to that alone.
+        """
         now = self._clock()
         for dropped in self.scheduler.advance(now):
             self._drop(dropped)
         plan = self.scheduler.plan(now)
         if plan is not None:
             self._run(plan, now)
+        self._deliver()
         outputs, self._outputs = self._outputs, []
         return outputs if outputs or plan is not None else None
 
     def wakeup(self) -> float | None:
-        """When (on the engine's clock) `step` may do something though nobody submits or aborts."""
+        """When, on the engine's clock, `step` may have something to do though nobody submits or aborts."""
         return self.scheduler.wakeup(self._clock())
 
-    def stream(
-        self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> Iterator[Output]:
-        """Submit `prompts` and yield their outputs as they come, interleaved; ids are in the order of `prompts`.
+    def wait(self, until: float | None = None) -> None:
+        """Sleep until `wakeup`, or until `until` if that is sooner; both are on the engine's clock.
 
-        A prompt that cannot run yields one Output with its error. Closing the iterator aborts what is left.
+        To be called when `step` had nothing to do. Does nothing if neither is known.
+        """
+        times = [moment for moment in (self.wakeup(), until) if moment is not None]
+        if times:
+            time.sleep(max(0.0, min(times) - self._clock()))
+
+    def stream(
+        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[Output]:
+        """Submit `prompts` (one, or several) and yield their outputs as they come, interleaved.
+
+        Ids are in the order of `prompts`. A prompt that cannot run yields one Output with its error. Closing the
+        iterator aborts what is left.
         """
         mine: set[str] = set()
         inbox: deque[Output] = deque()  # filled by whoever steps the engine, be it another stream
         try:
-            for prompt, its_params in _paired(list(prompts), params):
+            for prompt, its_params in _paired(_as_prompts(prompts), params):
                 request_id = self._new_id()
                 try:
                     mine.add(self.submit(prompt, its_params, request_id=request_id, on_output=inbox.append))
@@ -221,7 +255,7 @@ class Engine:
             self.flush()
             while mine or inbox:
                 if not inbox and self.step() is None:
-                    self._wait()
+                    self.wait()
                 while inbox:
                     output = inbox.popleft()
                     if output.finish_reason:
@@ -232,17 +266,16 @@ class Engine:
                 self.abort(request_id)
 
     def generate(
-        self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Run `prompts` to their ends; one Completion each, in their order, refused ones included.
+        """Run `prompts` (one, or several) to their ends; one Completion each, in their order, refused ones included.
 
         `params`: one for all, or one each.
         """
-        prompts = list(prompts)
         outputs: dict[str, list[Output]] = {}
         for output in self.stream(prompts, params):
             outputs.setdefault(output.request_id, []).append(output)
-        in_order = sorted(outputs, key=lambda request_id: int(request_id.rpartition("-")[2]))
+        in_order = sorted(outputs, key=lambda request_id: int(request_id.removeprefix(_ID)))
         return [_completed(outputs[request_id]) for request_id in in_order]
 
     def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> Completion:
@@ -304,24 +337,17 @@ class Engine:
             return ItemOutcome(request_id, error=True)
         live.num_output += 1
         self.recorder.token(request_id, now)
-        text, reason = live.stop.push(sampled.token, live.decode(sampled.token), live.num_output)
+        text, reason = live.stop.push(sampled.token, live.text_of(sampled.token), live.num_output)
         output = Output(request_id, sampled.token, text, reason, None, sampled.logprob, sampled.top)
-        if reason is None:
-            self._outputs.append(output)
-            error = self._notify(live, output)
-            if error is not None and request_id in self._live:
-                self._end(request_id, "error", error)
-        else:
-            self._close(live, output)
-        finished = request_id not in self._live  # its callback may have aborted it
-        return ItemOutcome(request_id, 1, finished, keys=live.keys.push([sampled.token]))
+        self._undelivered.append(_Delivery(live, output, now))
+        if reason is not None:
+            self._forget(request_id)
+        return ItemOutcome(request_id, 1, finished=reason is not None, keys=live.keys.push([sampled.token]))
 
     # ---- endings
 
     def _drop(self, dropped: Dropped, message: str = "") -> None:
         """The scheduler gave up on a request."""
-        if dropped.request_id not in self._live:  # a callback that heard of an earlier one has aborted it
-            return
         if dropped.reason in ("deadline", "queue_timeout"):
             self._end(dropped.request_id, dropped.reason)
         else:
@@ -335,21 +361,32 @@ class Engine:
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         """End a request for another reason than its own tokens."""
         live = self._live[request_id]
-        self._close(live, Output(request_id, None, live.stop.flush(), reason, error))
+        self._forget(request_id)
+        self._undelivered.append(_Delivery(live, Output(request_id, None, live.rest(), reason, error), self._clock()))
 
-    def _close(self, live: _Live, output: Output) -> None:
-        """Hand out a request's last output. It is unknown from here on, also to its own callback."""
-        del self._live[output.request_id]
-        self.executor.remove(output.request_id)
-        raised = self._notify(live, output)
-        if raised is not None:
-            output = replace(output, finish_reason="error", error=raised)
-        self._outputs.append(output)
-        assert output.finish_reason is not None
-        self.recorder.ended(output.request_id, self._clock(), output.finish_reason, output.error)
+    def _forget(self, request_id: str) -> None:
+        del self._live[request_id]
+        self.executor.remove(request_id)
+
+    # ---- deliveries
+
+    def _deliver(self) -> None:
+        """Hand out what there is, after its step was committed: a callback may submit, abort, and even step."""
+        while self._undelivered:
+            live, output, when = self._undelivered.popleft()
+            raised = self._notify(live, output)
+            if raised is not None and output.finish_reason is not None:
+                output = replace(output, finish_reason="error", error=raised)
+            elif raised is not None and self._live.get(output.request_id) is live:
+                self.scheduler.abort(output.request_id, self._clock())
+                self._end(output.request_id, "error", raised)
+            if live.on_output is None:
+                self._outputs.append(output)
+            if output.finish_reason is not None:
+                self.recorder.ended(output.request_id, when, output.finish_reason, output.error)
 
     def _notify(self, live: _Live, output: Output) -> str | None:
-        """Call its callback, if it has one; what to say if that raised."""
+        """Call its callback, if it has one; what to say if that raised. It is then not called again."""
         if live.on_output is None:
             return None
         try:
@@ -360,18 +397,12 @@ class Engine:
             return f"call on_output of {output.request_id}: {raised}; catch what it may raise"
         return None
 
-    def _wait(self) -> None:
-        """Sleep until the scheduler wants to be asked again."""
-        wakeup = self.wakeup()
-        assert wakeup is not None, "nothing can run, and nothing is awaited"
-        time.sleep(max(0.0, wakeup - self._clock()))
-
     # ---- prompts
 
     def _new_id(self) -> str:
         """An id that no live request has; its number is higher than those before."""
         while True:
-            request_id = f"request-{self._num_named}"
+            request_id = f"{_ID}{self._num_named}"
             self._num_named += 1
             if request_id not in self._live:
                 return request_id
@@ -416,6 +447,14 @@ def _check_context(model: LoadedModel, memory: Memory) -> None:
     most = model.decoder.shape.context
     if memory.context > most:
         raise ConfigError(f"use a context of {memory.context}", f"{model.name} was made for {most}", "lower context")
+
+
+def _as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """A list of prompts, also of one text or one list of token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    several: list[Any] = list(prompts)
+    return [several] if several and all(isinstance(one, int) for one in several) else several
 
 
 def _paired(

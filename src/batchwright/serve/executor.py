@@ -2,8 +2,8 @@
 
 `TorchExecutor` is the only file that turns plans into tensors: it knows token ids and pages, takes every position of
 the plan through one forward (padding and dead rows included: what a policy wastes is really executed) and samples.
-It decides nothing and allocates no pages. A step can be run again: it writes the same positions and, since
-randomness is keyed by (seed, position), the same tokens.
+It decides nothing and allocates no pages. A step can be run again, also in parts: it writes the same positions, and
+equal logits draw equal tokens (in other parts, logits are equal up to rounding).
 """
 
 from collections.abc import Sequence
@@ -74,7 +74,10 @@ class TorchExecutor:
         tokens_T = torch.tensor([token for chunk in chunks for token in self._tokens(chunk)], device=device)
         rows_R = torch.tensor(_sampling_rows(chunks), dtype=torch.int64, device=device)
         logits_RV = self._decoder.forward(tokens_T, layout.positions_T, layout.attend, rows_R)
-        return self._sample(logits_RV, [chunk for chunk in chunks if chunk.samples])
+        results = self._sample(logits_RV, [chunk for chunk in chunks if chunk.samples])
+        if not results and device.type == "cuda":
+            torch.cuda.synchronize(device)  # no token was read back, and a step ends when its work has
+        return results
 
     def _tokens(self, chunk: Chunk) -> list[int]:
         """Its token ids, then fillers."""
@@ -84,13 +87,14 @@ class TorchExecutor:
         return self._sequences[chunk.request_id].tokens[chunk.start : chunk.start + chunk.num_tokens] + fillers
 
     def _sample(self, logits_RV: torch.Tensor, chunks: Sequence[Chunk]) -> list[RowResult]:
-        sequences = [self._sequences[str(chunk.request_id)] for chunk in chunks]
+        ids = [chunk.request_id for chunk in chunks if chunk.request_id is not None]
+        sequences = [self._sequences[request_id] for request_id in ids]
         ends = [chunk.start + chunk.num_tokens for chunk in chunks]
         rows = [Row(sequence.params, end) for sequence, end in zip(sequences, ends, strict=True)]
         results = []
-        for chunk, sequence, end, sampled in zip(chunks, sequences, ends, sample(logits_RV, rows), strict=True):
+        for request_id, sequence, end, sampled in zip(ids, sequences, ends, sample(logits_RV, rows), strict=True):
             sequence.tokens[end:] = [sampled.token]  # a step run again overwrites
-            results.append(RowResult(str(chunk.request_id), sampled))
+            results.append(RowResult(request_id, sampled))
         return results
 
 

@@ -48,13 +48,17 @@ class StopChecker:
             return released + self.flush(), "stop" if found else "length"
         return released, None
 
-    def flush(self) -> str:
-        """End here for another reason (abort, context full): the text still held back, less any stop string in it."""
+    def flush(self, text: str = "") -> str:
+        """End here for another reason (abort, deadline): what is still held back, less any stop string in it.
+
+        `text` is what the decoder still held.
+        """
         if self._finished:
             return ""
         self._finished = True
-        starts = [self._held.index(stop) for stop in self._stops if stop in self._held]
-        return self._held[: min(starts, default=len(self._held))]
+        held = self._held + text
+        starts = [held.index(stop) for stop in self._stops if stop in held]
+        return held[: min(starts, default=len(held))]
 
     def _release(self, text: str) -> tuple[str, bool]:
         """The text before the first place where a stop string may begin, and whether one is complete there.

@@ -5,7 +5,7 @@
 
 from batchwright import Engine, SamplingParams
 from batchwright.policy.continuous import Continuous, ContinuousSettings
-from batchwright.policy.ledger import Queueing
+from batchwright.policy.order import Queueing
 from batchwright.policy.pages import Memory
 from batchwright.policy.types import Request
 

@@ -11,8 +11,7 @@ from batchwright.errors import ConfigError
 from batchwright.plan.simulate import Arrival, Simulation, arrivals, simulate
 from batchwright.policy.continuous import Continuous, ContinuousSettings
 from batchwright.policy.dynamic import DynamicSettings, dynamic
-from batchwright.policy.ledger import Queueing
-from batchwright.policy.order import by_arrival
+from batchwright.policy.order import Queueing, by_arrival
 from batchwright.policy.pages import Memory
 from batchwright.policy.static import one_by_one, static
 from batchwright.policy.types import Request, Scheduler, StepPlan

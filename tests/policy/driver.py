@@ -11,8 +11,7 @@ from functools import partial
 from batchwright.policy.continuous import Continuous, ContinuousSettings
 from batchwright.policy.dynamic import DynamicSettings, dynamic
 from batchwright.policy.grouped import Grouped
-from batchwright.policy.ledger import Queueing
-from batchwright.policy.order import by_aged_priority
+from batchwright.policy.order import Queueing, by_aged_priority
 from batchwright.policy.pages import Memory
 from batchwright.policy.static import one_by_one, static
 from batchwright.policy.types import Admitted, Dropped, Refused, Request, Scheduler, StepOutcome, StepPlan

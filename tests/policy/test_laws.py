@@ -16,8 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from batchwright.policy.continuous import Continuous
 from batchwright.policy.dynamic import DynamicSettings, dynamic
-from batchwright.policy.ledger import Queueing
-from batchwright.policy.order import by_aged_priority, by_strict_priority
+from batchwright.policy.order import Queueing, by_aged_priority, by_strict_priority
 from batchwright.policy.pages import Memory
 from batchwright.policy.static import one_by_one, static
 from batchwright.policy.types import Request, Scheduler

@@ -58,6 +58,11 @@ class Pool(RuleBasedStateMachine):
     def keep(self, data: st.DataObject) -> None:
         self.pool.keep(data.draw(st.sampled_from(sorted(self.holders))))
 
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        self.pool.drop(data.draw(st.sampled_from(sorted(self.holders))))
+
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
@@ -107,13 +112,28 @@ def test_the_kept_page_unused_longest_is_reused_first_and_announced() -> None:
     assert forgotten == [old[1], old[0], new[1]]
 
 
-def test_a_page_that_is_not_held_cannot_be_released_or_kept() -> None:
-    """Both are bugs of the caller."""
+def test_a_page_that_was_dropped_is_blank_when_its_holder_has_gone() -> None:
+    """Nobody is told that it is forgotten, since whoever dropped it knows."""
+    pool = PagePool(1)
+    forgotten: list[int] = []
+    pool.on_forget = forgotten.append
+    table = pool.take(1)
+    pool.keep(*table)
+    pool.drop(*table)
+    pool.release(table)
+    assert pool.take(1) == table
+    assert not forgotten
+
+
+def test_a_page_that_is_not_held_cannot_be_released_kept_or_dropped() -> None:
+    """All three are bugs of the caller."""
     pool = PagePool(2)
     with pytest.raises(AssertionError, match="page 1 is not held"):
         pool.release((1,))
     with pytest.raises(AssertionError, match="page 1 is not held"):
         pool.keep(1)
+    with pytest.raises(AssertionError, match="page 1 is not held"):
+        pool.drop(1)
 
 
 @pytest.mark.parametrize(("num_tokens", "pages"), [(0, 0), (1, 1), (16, 1), (17, 2), (160, 10)])

@@ -69,3 +69,16 @@ def test_a_match_ends_at_the_first_unknown_key() -> None:
     assert index.match("abx") == table[:2]
     assert index.match("xbc") == ()
     assert index.match("") == ()
+
+
+def test_pages_that_were_withdrawn_are_found_no_more_and_can_be_published_anew() -> None:
+    """A page that the index does not know is skipped, and the keys of other pages stay."""
+    pool = PagePool(4)
+    index = PrefixIndex(pool)
+    good, bad, unknown, other = pool.take(4)
+    for key, page in zip("abc", (good, bad, other), strict=True):
+        index.publish(key, page)
+    index.withdraw((bad, unknown))
+    assert index.match("abc") == (good,)
+    index.publish("b", unknown)
+    assert index.match("abc") == (good, unknown, other)

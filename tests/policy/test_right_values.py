@@ -5,8 +5,7 @@ import pytest
 from batchwright.errors import ConfigError
 from batchwright.policy.continuous import Continuous, ContinuousSettings
 from batchwright.policy.dynamic import DynamicSettings, dynamic
-from batchwright.policy.ledger import Queueing
-from batchwright.policy.order import by_aged_priority, by_strict_priority
+from batchwright.policy.order import Queueing, by_aged_priority, by_strict_priority
 from batchwright.policy.pages import Memory
 from batchwright.policy.static import one_by_one, static
 from batchwright.policy.types import Request, StepPlan
@@ -212,6 +211,34 @@ def test_a_prompt_under_way_is_paused_too_before_it_gives_its_pages_back() -> No
     assert plans[preempted].chunks[0].num_granted == 1
 
 
+@pytest.mark.parametrize("chunk_cap", [None, 4])
+def test_the_pages_of_a_request_that_erred_are_no_prefix(chunk_cap: int | None) -> None:
+    """Its KV may hold numbers that are not finite, also in pages that earlier chunks have published already."""
+    drive = continuous(Memory(10, 4, 40), chunk_cap=chunk_cap)
+    drive.add(Request("a", 9, 1, keys=(1, 2)))
+    if chunk_cap:
+        drive.step()
+    drive.executor.errors = {"a"}
+    drive.run()
+    assert drive.ended == {"a": "error"}
+    drive.add(Request("b", 9, 1, keys=(1, 2)))
+    assert drive.step().chunks[0].start == 0
+
+
+def test_pages_that_a_request_shared_before_it_erred_are_found_no_more_but_stay_with_who_holds_them() -> None:
+    """a computed them and runs on, b shared them and erred, c computes them anew."""
+    drive = continuous(Memory(10, 4, 40))
+    drive.add(Request("a", 9, 5, keys=(1, 2)))
+    drive.step()
+    drive.executor.errors = {"b"}
+    drive.add(Request("b", 9, 1, keys=(1, 2)))
+    assert drive.step().chunks[1].start == 8
+    drive.add(Request("c", 9, 1, keys=(1, 2)))
+    assert drive.step().chunks[1].start == 0
+    drive.run()
+    assert drive.ended == {"a": "finished", "b": "error", "c": "finished"}
+
+
 # ---- priorities
 
 
@@ -299,7 +326,7 @@ def test_a_queue_timeout_spares_who_has_started() -> None:
 
 
 def test_on_timeout_delay_a_late_request_goes_behind_the_others() -> None:
-    """It isn't dropped: it runs when nobody else waits."""
+    """It isn't dropped, and runs when nobody else waits."""
     drive = continuous(max_rows=1, queueing=Queueing(timeout=2.0, on_timeout="delay"))
     drive.add(Request("a", 4, 1))
     drive.wait(1.5)
@@ -542,8 +569,8 @@ def test_pages_are_granted_once_though_a_first_step_is_run_again() -> None:
 # ---- failed steps
 
 
-def test_a_step_out_of_memory_is_run_again_in_halves_and_the_budget_recovers() -> None:
-    """Eight rows fail; four and four succeed; a sixteenth and one more token come back with every step that does."""
+def test_a_step_out_of_memory_is_run_again_in_halves_and_the_budget_recovers_below_it() -> None:
+    """Eight rows fail, four and four succeed, and the budget then grows to seven and stays there."""
     drive = continuous(token_budget=64, prefix_caching=False)
     drive.executor.failures = {1: "oom"}
     for name in "abcdefgh":
@@ -552,7 +579,7 @@ def test_a_step_out_of_memory_is_run_again_in_halves_and_the_budget_recovers() -
     assert len(drive.step().chunks) == 6
     drive.run()
     assert set(drive.ended.values()) == {"finished"}
-    assert len(drive.plans[20].chunks) == 8
+    assert [len(drive.plans[step].chunks) for step in (5, 6, 20)] == [7, 7, 7]
 
 
 def test_a_long_prompt_that_runs_out_of_memory_is_computed_in_smaller_chunks() -> None:
@@ -562,6 +589,32 @@ def test_a_long_prompt_that_runs_out_of_memory_is_computed_in_smaller_chunks() -
     plans = drive.run()
     assert [plan.num_tokens for plan in plans[:4]] == [100, 50, 25, 27]
     assert drive.ended == {"a": "finished"}
+
+
+def reading(num_prompt: int, max_positions: int) -> Drive:
+    """One long prompt under a budget of 64, on a machine that runs out of memory beyond `max_positions`."""
+    memory = Memory(num_pages=20, page_size=4096, context=80_000)
+    drive = continuous(memory, max_positions, token_budget=64)
+    drive.add(Request("a", num_prompt, 1))
+    return drive
+
+
+def test_a_lasting_shortage_of_memory_fails_one_step_in_a_thousand() -> None:
+    """Where 30 positions fit, 64, 32 and again 32 fail, then one step after every thousand that succeed."""
+    drive = reading(num_prompt=70_000, max_positions=30)
+    drive.run()
+    assert [(plan.id, plan.num_tokens) for plan in drive.failed] == [(0, 64), (1, 32), (10, 32), (1011, 31), (2012, 31)]
+    assert {plan.num_tokens for plan in drive.plans[100:1000]} == {29}
+
+
+def test_a_passing_shortage_of_memory_is_forgotten_after_a_thousand_steps() -> None:
+    """One step of 64 fails, the budget stays at 59 for a thousand steps, and then is 64 again."""
+    drive = reading(num_prompt=70_000, max_positions=63)
+    drive.step()
+    drive.executor.max_positions = None
+    plans = drive.run()
+    assert max(plan.num_tokens for plan in plans[:1000]) == 59
+    assert plans[1010].num_tokens == 64
 
 
 def test_a_part_of_a_failed_step_whose_requests_have_ended_is_not_run() -> None:
@@ -610,6 +663,7 @@ def test_a_static_batch_out_of_memory_goes_on_in_parts_that_fit() -> None:
         lambda: Memory(1, 0, 64),
         lambda: Queueing(max_requests=0),
         lambda: Queueing(timeout=-1.0),
+        lambda: Queueing(timeout=1.0, on_timeout="dealy"),
         lambda: by_aged_priority(0.0),
     ],
 )

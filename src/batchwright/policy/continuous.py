@@ -4,7 +4,8 @@ There is no prefill or decode mode: each request has `done < length` and a step 
 first, then prompts under way (in chunks), then new requests, in order of rank. A request is admitted only when
 pages for its whole prompt can be set aside, so that prompts never take each other's pages. When a decode finds
 no page, those ranked behind it give theirs back and are computed again later (recompute; Kwon et al., 2023,
-arXiv 2309.06180); the first in rank always proceeds, so the pool cannot deadlock. Plan and commit are O(rows).
+arXiv 2309.06180), in other batch shapes, so to logits that are equal up to rounding. The first in rank always
+proceeds, so the pool cannot deadlock. Plan and commit are O(rows).
 """
 
 from collections import deque
@@ -12,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from batchwright.errors import ConfigError
-from batchwright.policy.ledger import Flight, Ledger, Progress, Queueing
-from batchwright.policy.order import RankedQueue
+from batchwright.policy.ledger import Flight, Ledger, Progress
+from batchwright.policy.order import Queueing, RankedQueue
 from batchwright.policy.pages import Memory
 from batchwright.policy.types import Admitted, Chunk, Dropped, Load, Refused, Request, StepOutcome, StepPlan
 
@@ -22,9 +23,12 @@ from batchwright.policy.types import Admitted, Chunk, Dropped, Load, Refused, Re
 class ContinuousSettings:
     """`max_rows` requests run at once; a step computes at most `token_budget` positions, `chunk_cap` for one prompt.
 
-    `capacity`: "utilization" admits when the prompt fits and preempts when outputs outgrow the pool;
-    "guaranteed" admits only what fits at its longest, and never preempts for memory. `watermark`: fraction of
-    pages left free when admitting beside running requests ("utilization" only; default 0.01).
+    vLLM calls these max_num_seqs, max_num_batched_tokens and long_prefill_token_threshold.
+
+    `capacity`: "utilization" (TensorRT-LLM: MAX_UTILIZATION) admits when the prompt fits and preempts when outputs
+    outgrow the pool; "guaranteed" (GUARANTEED_NO_EVICT) admits only what fits at its longest, and never preempts for
+    memory. `watermark`: fraction of pages left free when admitting beside running requests ("utilization" only;
+    default 0.01).
     """
 
     max_rows: int = 256
@@ -52,6 +56,39 @@ class ContinuousSettings:
             raise ConfigError(f"use watermark={self.watermark}", "it is a fraction of the pool", "use 0 to below 1")
 
 
+class _Budget:
+    """Positions that a step may compute: `limit`, which is `most` until a step runs out of memory.
+
+    It then falls to half the size that failed, and grows by a sixteenth with each step that succeeds, but stays a
+    sixteenth below the failed size until `PATIENCE` steps have succeeded. So a lasting shortage of memory fails one
+    step in about `PATIENCE`, and a passing one is forgotten in time.
+    """
+
+    PATIENCE = 1000
+
+    def __init__(self, most: int) -> None:
+        self.limit = most
+        self._most = most
+        self._ceiling = most
+        self._num_successes = 0  # since the last failure
+
+    def succeed(self) -> None:
+        """A step was executed."""
+        if self.limit == self._most:
+            return
+        self._num_successes += 1
+        if self._num_successes >= self.PATIENCE:
+            self._ceiling = self._most
+        self.limit = min(self._ceiling, self.limit + self.limit // 16 + 1)
+
+    def fail(self, num_tokens: int, *, is_retry: bool) -> None:
+        """A step of `num_tokens` ran out of memory. A retry of it lowers the limit, but not what it may grow to."""
+        self.limit = max(1, min(self.limit, num_tokens // 2))
+        self._num_successes = 0
+        if not is_retry:
+            self._ceiling = max(1, num_tokens - num_tokens // 16 - 1)
+
+
 class _Draft:
     """A plan being made."""
 
@@ -72,7 +109,7 @@ class Continuous:
         self._ledger = Ledger(memory, self.settings.queueing, prefix_caching=self.settings.prefix_caching)
         self._running: RankedQueue[Progress] = RankedQueue()
         self._reserved = 0  # pages set aside for running requests and not yet granted
-        self._budget = self.settings.token_budget  # shrinks when a step runs out of memory, and recovers
+        self._budget = _Budget(self.settings.token_budget)
         self._preempted: list[str] = []  # since the last plan
         self._retries: deque[list[Progress]] = deque()  # parts of failed steps
         self._is_retrying = False  # such parts run alone, and nothing else until all have
@@ -105,8 +142,7 @@ class Continuous:
             self._end(progress)
         if outcome.failed:
             return self._recover(failed, outcome)
-        if self._budget < self.settings.token_budget:
-            self._budget = min(self.settings.token_budget, self._budget + self._budget // 16 + 1)
+        self._budget.succeed()
         return ()
 
     def wakeup(self, now: float) -> float | None:
@@ -131,7 +167,7 @@ class Continuous:
                 return retry
             self._is_retrying = False
         self._displace()
-        draft = _Draft(self._ledger.next_plan_id, self._budget)
+        draft = _Draft(self._ledger.next_plan_id, self._budget.limit)
         self._continue_running(draft, list(self._running))
         self._admit_waiting(draft)
         full = draft.budget == 0 or len(self._running) == self.settings.max_rows
@@ -140,7 +176,7 @@ class Continuous:
     def _plan_retry(self) -> StepPlan | None:
         """The next part of a failed step, unless all its rows have ended."""
         while self._retries:
-            draft = _Draft(self._ledger.next_plan_id, self._budget)
+            draft = _Draft(self._ledger.next_plan_id, self._budget.limit)
             self._continue_running(draft, self._retries.popleft())
             if draft.chunks:
                 return self._launch(draft, "retry")
@@ -160,7 +196,7 @@ class Continuous:
             if row.length - row.done != 1:
                 prefills.append(row)
                 continue
-            if not row.running or (row.paused and not self._resumes(row)):
+            if not row.running or (row.paused and not self._try_resuming(row)):
                 continue
             if not draft.budget:
                 break
@@ -176,11 +212,11 @@ class Continuous:
             flight[request_id] = row, 1
             chunks.append(Chunk(request_id, start, 1, 0, row.promise(1), num_granted, row.pages))
         for row in prefills:
-            if draft.budget and row.running and row.done < row.length and self._resumes(row):
+            if draft.budget and row.running and row.done < row.length and self._try_resuming(row):
                 self._add_chunk(draft, row)
 
-    def _resumes(self, row: Progress) -> bool:
-        """Whether `row` takes part, as it does unless it is paused and has not landed yet."""
+    def _try_resuming(self, row: Progress) -> bool:
+        """End the pause of `row` if its last plan has landed; whether it takes part now."""
         row.paused = row.paused and self._ledger.in_flight(row)
         return not row.paused
 
@@ -283,16 +319,16 @@ class Continuous:
 
     def _recover(self, failed: Flight, outcome: StepOutcome) -> tuple[Dropped, ...]:
         """Run a failed step again in halves, so that one bad row costs at most 2 log2(rows) extra steps."""
+        if not failed:
+            return ()
         rows = [row for row, _ in failed.values()]
         num_tokens = sum(num_tokens for _, num_tokens in failed.values())
-        if outcome.failed == "oom" and rows:
-            self._budget = max(1, min(self._budget, num_tokens // 2))
-        can_shrink = len(rows) > 1 or (outcome.failed == "oom" and num_tokens > 1)
-        if not rows:
-            return ()
-        if not can_shrink:
+        ran_out_of_memory = outcome.failed == "oom"
+        if ran_out_of_memory:
+            self._budget.fail(num_tokens, is_retry=self._is_retrying)
+        if len(rows) == 1 and (num_tokens == 1 or not ran_out_of_memory):
             self._end(rows[0])
-            return (Dropped(rows[0].request.id, "out_of_memory" if outcome.failed == "oom" else "exception"),)
+            return (Dropped(rows[0].request.id, "out_of_memory" if ran_out_of_memory else "exception"),)
         half = (len(rows) + 1) // 2
         self._retries.extendleft(part for part in (rows[half:], rows[:half]) if part)
         self._is_retrying = True

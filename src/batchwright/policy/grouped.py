@@ -9,8 +9,8 @@ from collections import deque
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from batchwright.policy.ledger import Flight, Ledger, Progress, Queueing
-from batchwright.policy.order import RankedQueue
+from batchwright.policy.ledger import Flight, Ledger, Progress
+from batchwright.policy.order import Queueing, RankedQueue
 from batchwright.policy.pages import Memory
 from batchwright.policy.types import Admitted, Chunk, Dropped, Load, Reason, Refused, Request, StepOutcome, StepPlan
 
@@ -38,6 +38,10 @@ class Former(Protocol):
         ...
 
 
+_FIRST_DECODE = 2
+"""A batch counts its rounds from 1. The first computes the prompts; from this one on, each row computes one token."""
+
+
 class _Batch:
     """Rows that run together, and the pages they hold until the last has ended.
 
@@ -47,8 +51,8 @@ class _Batch:
     def __init__(self, rows: list[Progress], num_fillers: int) -> None:
         self.rows: list[Progress | None] = [*rows, *[None] * num_fillers]
         self.width = max(row.request.num_prompt for row in rows)
-        self.num_tokens_per_row = self.width + max(row.limit for row in rows) - 1
-        self.num_rounds = 0  # steps that every row has been through
+        self.num_tokens_per_row = _num_tokens_per_row(rows)
+        self.round_number = 0  # the step that its rows are taking, all at once or in parts; 0 before the first
         self.part_size = len(self.rows)  # most rows in one plan; fewer than all after a step ran out of memory
         self.tables: dict[str, tuple[int, ...]] = {}
 
@@ -60,21 +64,31 @@ class _Batch:
     def is_over(self) -> bool:
         return all(row is None or row.ended for row in self.rows)
 
-    def chunk(self, row: Progress | None) -> Chunk:
-        """What `row` executes next, useful or not; promises it."""
-        last_position = self.num_tokens_per_row - 1
+    def next_chunk(self, row: Progress | None) -> Chunk:
+        """What `row` executes next, useful or not. Counts it as done: ask once for each plan."""
         if row is None:
-            start = min(self.width + self.num_rounds - 2, last_position) if self.num_rounds > 1 else 0
-            return Chunk(None, start, 0, 1 if start else self.width, False, 0, ())
+            position = 0 if self.round_number < _FIRST_DECODE else self.width + self.round_number - _FIRST_DECODE
+            return self._dead_chunk(None, position, ())
         table = self.tables[row.request.id]
         if row.ended or row.done == row.length:
-            start = min(row.done, last_position)
-            row.done += row.ended
-            return Chunk(row.request.id, start, 0, 1 if start else self.width, False, 0, table)
+            chunk = self._dead_chunk(row.request.id, row.done, table)
+            if row.ended:
+                row.done += 1  # its dead row moves on with the batch
+            return chunk
         start, num_tokens = row.done, row.length - row.done
         padding = 0 if start else self.width - num_tokens
         num_granted = 0 if row.started else len(table)
         return Chunk(row.request.id, start, num_tokens, padding, row.promise(num_tokens), num_granted, table)
+
+    def _dead_chunk(self, request_id: str | None, position: int, table: tuple[int, ...]) -> Chunk:
+        """A row executed for nothing: as wide as the batch at its start, then one position at a time, to the last."""
+        start = min(position, self.num_tokens_per_row - 1)
+        return Chunk(request_id, start, 0, 1 if start else self.width, False, 0, table)
+
+
+def _num_tokens_per_row(rows: list[Progress]) -> int:
+    """Positions for which each row of a batch holds pages: the longest prompt, and all outputs but the last."""
+    return max(row.request.num_prompt for row in rows) + max(row.limit for row in rows) - 1
 
 
 class _Part(NamedTuple):
@@ -164,7 +178,6 @@ class Grouped:
         self._batch = batch = _Batch(rows, self._former.padded_size(num_rows) - num_rows)
         for row in rows:
             waiting.remove(row.rank)
-            row.running = True
             batch.tables[row.request.id] = self._ledger.pool.take(
                 self._ledger.memory.pages_for(batch.num_tokens_per_row)
             )
@@ -172,17 +185,17 @@ class Grouped:
 
     def _fit(self, rows: list[Progress]) -> bool:
         memory = self._ledger.memory
-        return len(rows) * memory.pages_for(_Batch(rows, 0).num_tokens_per_row) <= memory.num_pages
+        return len(rows) * memory.pages_for(_num_tokens_per_row(rows)) <= memory.num_pages
 
     def _begin_round(self, reason: Reason) -> None:
         """Every row of the batch takes one step, in parts of at most `part_size`."""
         assert self._batch is not None
         rows = self._batch.rows
-        if self._batch.num_rounds == 1:  # prompts are through, and the steps that follow are smaller
+        self._batch.round_number += 1
+        if self._batch.round_number == _FIRST_DECODE:  # steps are smaller from here on, so all rows may fit again
             self._batch.part_size = len(rows)
         size = self._batch.part_size
         self._round.extend(_Part(reason, rows[first : first + size]) for first in range(0, len(rows), size))
-        self._batch.num_rounds += 1
 
     def _must_wait(self) -> bool:
         """A part of a failed step runs alone, so that the row that breaks it is found."""
@@ -203,7 +216,7 @@ class Grouped:
         flight: Flight = {}
         chunks = []
         for row in part.rows:
-            chunks.append(chunk := batch.chunk(row))
+            chunks.append(chunk := batch.next_chunk(row))
             if row and chunk.num_tokens:
                 row.last_plan = self._ledger.next_plan_id
                 flight[row.request.id] = row, chunk.num_tokens

@@ -7,12 +7,9 @@ Every admitted request ends exactly once, and pages held + free == total after e
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Literal
 
-from batchwright.errors import ConfigError
-from batchwright.policy.order import Rank, RankedQueue, RankRule, by_aged_priority
+from batchwright.policy.order import Queueing, Rank, RankedQueue
 from batchwright.policy.pages import Memory, PagePool
 from batchwright.policy.prefix import PrefixIndex
 from batchwright.policy.types import (
@@ -27,25 +24,6 @@ from batchwright.policy.types import (
     StepOutcome,
     StepPlan,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Queueing:
-    """How requests wait: `order` ranks them, `max_requests` bounds the queue, `timeout` (s) bounds the wait.
-
-    `on_timeout` "reject" drops a request that waited too long; "delay" moves it behind those that did not.
-    """
-
-    order: RankRule = field(default_factory=lambda: by_aged_priority(10.0))
-    max_requests: int | None = None
-    timeout: float | None = None
-    on_timeout: Literal["reject", "delay"] = "reject"
-
-    def __post_init__(self) -> None:
-        if self.max_requests is not None and self.max_requests < 1:
-            raise ConfigError(f"queue at most {self.max_requests} requests", "none could be served", "use at least 1")
-        if self.timeout is not None and not self.timeout >= 0:
-            raise ConfigError(f"time out after {self.timeout} s", "it must not be negative", "use 0 or more, or None")
 
 
 class Progress:
@@ -225,7 +203,7 @@ class Ledger:
         progress.capacity = progress.num_published = progress.committed = 0
 
     def requeue(self, progress: Progress) -> None:
-        """Back to the queue, at its old place, to be computed again from its first token."""
+        """Back to the queue, at its old place, to be computed again, but for what the prefix index still finds."""
         assert not self.in_flight(progress)
         self.return_pages(progress)
         progress.roll_back()
@@ -298,7 +276,9 @@ class Ledger:
             self._num_stored += num_tokens
             if item.keys:
                 progress.keys.extend(item.keys)
-            if self.prefix is not None and progress.num_published < len(progress.keys):
+            if item.error:
+                self._withdraw(progress)
+            elif self.prefix is not None and progress.num_published < len(progress.keys):
                 self._publish(progress)
             if item.finished or item.error:
                 ended.append(progress)
@@ -310,6 +290,11 @@ class Ledger:
         for index in range(progress.num_published, full):
             self.prefix.publish(progress.keys[index], progress.pages[index])
         progress.num_published = full
+
+    def _withdraw(self, progress: Progress) -> None:
+        """Nobody else may find the pages of a request that erred: any of them may hold numbers that are not finite."""
+        if self.prefix is not None:
+            self.prefix.withdraw(progress.pages)
 
     def _give_back(self, pages: tuple[int, ...], num_tokens: int) -> None:
         self.pool.release(pages)

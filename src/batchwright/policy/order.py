@@ -1,13 +1,15 @@
-"""Who is first: ranks as pure functions of a request and its arrival, and a queue sorted by them.
+"""How requests wait: ranks as pure functions of a request and its arrival, and a queue sorted by them.
 
 A rank never changes while a request waits, although priorities age: with `a` seconds of waiting worth one
 level, "level p since t" outranks "level q since u" iff t + a*p < u + a*q, at every moment. So ageing is a
 constant added to the arrival time, no request waits for ever, and a preempted request finds its old place.
+Two choices give this up: strict priorities, and delaying what timed out.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
 
 from batchwright.errors import ConfigError
 from batchwright.policy.types import Request
@@ -42,6 +44,28 @@ def by_aged_priority(seconds_per_level: float) -> RankRule:
         return 0, arrival + seconds_per_level * request.priority
 
     return rank
+
+
+@dataclass(frozen=True, slots=True)
+class Queueing:
+    """How requests wait: `order` ranks them, `max_requests` bounds the queue, `timeout` (s) bounds the wait.
+
+    `on_timeout` "reject" drops a request that waited too long. "delay" moves it behind all requests of its strict
+    level that have not timed out, later arrivals included: under sustained load it can wait for ever.
+    """
+
+    order: RankRule = field(default_factory=lambda: by_aged_priority(10.0))
+    max_requests: int | None = None
+    timeout: float | None = None
+    on_timeout: Literal["reject", "delay"] = "reject"
+
+    def __post_init__(self) -> None:
+        if self.max_requests is not None and self.max_requests < 1:
+            raise ConfigError(f"queue at most {self.max_requests} requests", "none could be served", "use at least 1")
+        if self.timeout is not None and not self.timeout >= 0:
+            raise ConfigError(f"time out after {self.timeout} s", "it must not be negative", "use 0 or more, or None")
+        if self.on_timeout not in ("reject", "delay"):
+            raise ConfigError(f"use on_timeout={self.on_timeout!r}", "there is no such rule", "use reject or delay")
 
 
 class RankedQueue(Generic[Item]):

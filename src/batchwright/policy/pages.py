@@ -90,6 +90,11 @@ class PagePool:
         assert self._holders[page], f"page {page} is not held"
         self._worth_keeping.add(page)
 
+    def drop(self, page: int) -> None:
+        """Undo `keep`: this (held) page is blank after its last holder has gone."""
+        assert self._holders[page], f"page {page} is not held"
+        self._worth_keeping.discard(page)
+
     def _take_one(self) -> int:
         if self._blank:
             page = self._blank.pop()

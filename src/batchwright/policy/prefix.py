@@ -1,11 +1,12 @@
 """The prefix index: finds pages whose tokens a new request shares, by opaque block keys.
 
-A key stands for all tokens up to the end of its page (whoever makes keys chains them), so equal keys mean equal
-KV contents. The index holds nothing: a page it knows may be reused for something else, and is then forgotten.
+A key stands for all tokens up to the end of its page (whoever makes keys chains them), so pages of equal keys hold
+the same KV, up to the rounding of the batches that computed it. The index holds nothing: a page it knows may be
+reused for something else, and is then forgotten.
 O(1) per key.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 from batchwright.policy.pages import PagePool
 
@@ -35,6 +36,13 @@ class PrefixIndex:
             self._page_of[key] = page
             self._key_of[page] = key
             self._pool.keep(page)
+
+    def withdraw(self, pages: Iterable[int]) -> None:
+        """Stop finding `pages` (held); those it does not know are skipped. Who holds them still does."""
+        for page in pages:
+            if page in self._key_of:
+                self._forget(page)
+                self._pool.drop(page)
 
     def _forget(self, page: int) -> None:
         del self._page_of[self._key_of.pop(page)]

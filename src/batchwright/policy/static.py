@@ -5,8 +5,8 @@ A group waits until it is full, or until `flush` says that nothing more is comin
 
 from batchwright.errors import ConfigError
 from batchwright.policy.grouped import Grouped, Release
-from batchwright.policy.ledger import Progress, Queueing
-from batchwright.policy.order import RankedQueue
+from batchwright.policy.ledger import Progress
+from batchwright.policy.order import Queueing, RankedQueue
 from batchwright.policy.pages import Memory
 
 

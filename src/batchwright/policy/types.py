@@ -117,7 +117,7 @@ class ItemOutcome(NamedTuple):
     """What happened to one row of a step.
 
     `num_accepted`: tokens the row gained (1 where it sampled, more with speculation). `keys`: the opaque keys of
-    the pages that those tokens completed, in order.
+    the pages that those tokens completed, in order. `error` ends the request, and no other will share its pages.
     """
 
     request_id: str

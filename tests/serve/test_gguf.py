@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from batchwright.errors import BatchwrightError, BrokenWeights, UnsupportedModel
 from batchwright.serve import weights
 from batchwright.serve.gguf_file import GgufFile
+from batchwright.serve.gguf_model import GgufSource, config_of_gguf, hugging_face_name
 from batchwright.serve.model import supported_shape
 from batchwright.serve.rope import frequencies, interleave
-from batchwright.serve.weights import LoadedModel, _config_of_gguf, _GgufSource, _renamed
+from batchwright.serve.weights import LoadedModel
 from tests.serve.conftest import LLAMA3_ROPE, TINY, DenseCache
 
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
@@ -26,7 +27,7 @@ KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
 def assert_same_model(smollm2: LoadedModel, reference: LlamaForCausalLM) -> None:
     """Weights equal bit for bit, logits within 1e-4."""
     file = GgufFile(weights.default_path())
-    source = _GgufSource(file, _config_of_gguf(file))
+    source = GgufSource(file, config_of_gguf(file))
     for name, theirs in reference.state_dict().items():
         if name != "lm_head.weight":
             rotary = ".q_proj." in name or ".k_proj." in name
@@ -45,7 +46,7 @@ def test_the_embedded_model_is_the_files_true_model(smollm2: LoadedModel) -> Non
         values = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
         if tensor.name.endswith(("attn_q.weight", "attn_k.weight")):  # llama.cpp's converter swapped these two axes
             values = values.view(-1, 32, 2, 576).transpose(1, 2).reshape(values.shape)
-        state[_renamed(tensor.name)] = values
+        state[hugging_face_name(tensor.name)] = values
     with torch.device("meta"):
         reference = LlamaForCausalLM(LlamaConfig(**smollm2.config))
     reference.to_empty(device="cpu")
@@ -148,7 +149,7 @@ def test_metadata_reads_as_the_gguf_package_reads_it() -> None:
 
 def test_llama_3_scaling_comes_from_its_frequency_tensor(tmp_path: Path) -> None:
     """A file with rope_freqs.weight rotates by Llama-3 frequencies; one without, by plain ones."""
-    scaled = weights.load(write_tiny(tmp_path / "scaled.gguf")).decoder
+    scaled = weights.load(write_tiny(tmp_path / "scaled.gguf"), torch.float32).decoder
     assert torch.allclose(scaled._freq_C, frequencies({"rope_parameters": LLAMA3_ROPE}, 16))
     plain = weights.load(write_tiny(tmp_path / "plain.gguf", drop=("rope_freqs",))).decoder
     assert torch.equal(plain._freq_C, frequencies({}, 16))
@@ -223,7 +224,7 @@ def test_a_corrupted_header_never_crashes(at: int, value: int, tiny_content: byt
     path.write_bytes(content)
     with suppress(BatchwrightError):
         file = GgufFile(path)
-        assert supported_shape(_config_of_gguf(file)).hidden >= 1
+        assert supported_shape(config_of_gguf(file)).hidden >= 1
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_logits_equal_transformers(
 ) -> None:
     """In float32 every logit of every position is within 1e-4, for each shape we claim to run."""
     path = make_checkpoint(**VARIANTS[variant])
-    logits_TV = run(weights.load(path).decoder, TOKENS_T, dense_cache())
+    logits_TV = run(weights.load(path, torch.float32).decoder, TOKENS_T, dense_cache())
     assert logits_TV.dtype == torch.float32
     assert (logits_TV - reference_logits(path, TOKENS_T)).abs().max() < 1e-4
 
@@ -47,7 +47,7 @@ def test_any_split_into_chunks_gives_the_same_logits(
 ) -> None:
     """Prefill at once, in chunks, or token by token: the logits are those of one pass."""
     path = make_checkpoint()
-    decoder, attend = weights.load(path).decoder, dense_cache()
+    decoder, attend = weights.load(path, torch.float32).decoder, dense_cache()
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     parts = [
         run(decoder, TOKENS_T[start : start + size], attend, start) for start, size in zip(starts, sizes, strict=True)
@@ -59,7 +59,7 @@ def test_requests_mixed_in_one_step_do_not_touch(
     make_checkpoint: MakeCheckpoint, dense_cache: type[DenseCache]
 ) -> None:
     """A prefill of one request and a decode of another, flattened into one step, equal each alone."""
-    decoder = weights.load(make_checkpoint()).decoder
+    decoder = weights.load(make_checkpoint(), torch.float32).decoder
     first_T, second_T = TOKENS_T[:40], TOKENS_T[40:90]
     alone = run(decoder, first_T, dense_cache()), run(decoder, second_T, dense_cache())
     caches = dense_cache(), dense_cache()
@@ -79,7 +79,7 @@ def test_a_step_without_logit_rows_still_attends_in_every_layer(
     make_checkpoint: MakeCheckpoint, dense_cache: type[DenseCache]
 ) -> None:
     """The chunk in the middle of a prompt wants no logits, but its keys and values must be stored."""
-    decoder, attend = weights.load(make_checkpoint()).decoder, dense_cache()
+    decoder, attend = weights.load(make_checkpoint(), torch.float32).decoder, dense_cache()
     no_rows = torch.empty(0, dtype=torch.int64)
     logits_RV = decoder.forward(TOKENS_T, torch.arange(150), attend, no_rows)
     assert logits_RV.shape == (0, 97) and logits_RV.dtype == torch.float32
@@ -116,12 +116,12 @@ def test_without_the_packing_operators_it_falls_back(
 ) -> None:
     """A torch that lacks oneDNN's operators runs the same model through F.linear."""
     path = make_checkpoint()
-    packed_TV = run(weights.load(path).decoder, TOKENS_T, dense_cache())
+    packed_TV = run(weights.load(path, torch.float32).decoder, TOKENS_T, dense_cache())
     monkeypatch.setattr(linear, "_POINTWISE", None)
     linear.can_pack.cache_clear()
     try:
         assert not linear.can_pack(torch.float32)
-        plain_TV = run(weights.load(path).decoder, TOKENS_T, dense_cache())
+        plain_TV = run(weights.load(path, torch.float32).decoder, TOKENS_T, dense_cache())
     finally:
         linear.can_pack.cache_clear()
     assert (plain_TV - packed_TV).abs().max() < 1e-4

@@ -59,17 +59,14 @@ sampling_params = st.builds(
 @pytest.mark.parametrize("num_tokens", [50, 1000, 6001])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 def test_filtered_distribution_is_that_of_transformers(num_tokens, temperature, rounded):
-    """Temperature, then top-k, then top-p leave the tokens and probabilities of transformers' warpers.
-
-    Which of equal tokens stay at a nucleus's edge is an accident of torch's unstable sort there; how many stay is not.
-    """
+    """Temperature, then top-k, then top-p leave the tokens and probabilities of transformers' warpers."""
     grid = [(k, p) for k in (0, 1, 5, 40, 5000, 10_000) for p in (1.0, 0.99, 0.9, 0.5, 0.1)]
     params = [SamplingParams(temperature=temperature, top_k=k, top_p=p) for k, p in grid]
     logits_BV = make_logits(len(params), num_tokens, rounded=rounded)
     ours_BV = filtered(logits_BV, params)
     for i, asked in enumerate(params):
         ours_V, theirs_V = ours_BV[i], transformers_filtered(logits_BV[i : i + 1], asked)[0]
-        if rounded and asked.top_p < 1:
+        if rounded and asked.top_p < 1:  # which of equal tokens stay is an accident of their unstable sort
             ours_V, theirs_V = ours_V.sort().values, theirs_V.sort().values
         torch.testing.assert_close(ours_V, theirs_V, atol=1e-6, rtol=0, msg=lambda m, asked=asked: f"{asked}: {m}")
         likely_V = theirs_V > 1e-8

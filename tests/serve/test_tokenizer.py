@@ -14,7 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from batchwright.errors import BrokenWeights, RequestError, UnsupportedModel
 from batchwright.serve import weights
 from batchwright.serve.gguf_file import GgufFile
-from batchwright.serve.tokenizer import _BYTES, Tokenizer, from_directory, from_gguf
+from batchwright.serve.gguf_tokenizer import from_gguf
+from batchwright.serve.tokenizer import _BYTE_OF_CHARACTER, Tokenizer, from_directory
 
 ODD_TEXTS = [
     "",
@@ -71,7 +72,7 @@ def test_any_text_round_trips(text: str, tokenizer: Tokenizer, reference: PreTra
     """Ids are transformers' for any text, and lose nothing but the 21 bytes that the vocabulary itself lacks."""
     ids = tokenizer.encode(text)
     assert ids == reference(text)["input_ids"]
-    missing = {byte for character, byte in _BYTES.items() if tokenizer.token_id(character) is None}
+    missing = {byte for character, byte in _BYTE_OF_CHARACTER.items() if tokenizer.token_id(character) is None}
     assert len(missing) == 21
     assert tokenizer.decode(ids) == text or missing & set(text.encode())
 

@@ -48,7 +48,7 @@ def test_shards_give_the_same_model_as_one_file(make_checkpoint: MakeCheckpoint)
 def test_the_loaded_model_says_what_it_is(make_checkpoint: MakeCheckpoint) -> None:
     """Name, shape, dtype, end-of-text ids and the lack of a tokenizer are all there to ask."""
     path = make_checkpoint("my-model", eos_token_id=[3, 5])
-    model = weights.load(path, torch.bfloat16)
+    model = weights.load(path)
     assert (model.name, model.eos_ids, model.tokenizer) == ("my-model", (3, 5), None)
     assert "no tokenizer.json" in model.no_tokenizer
     assert model.decoder.shape.num_kv_heads == model.config["num_key_value_heads"] == 2
@@ -193,6 +193,17 @@ def test_sources_and_dtypes_it_does_not_know_are_refused(tmp_path: Path) -> None
         weights.load("smollm2", device="gpu")
 
 
+def test_a_models_name_on_hugging_face_is_to_be_downloaded_first() -> None:
+    """A source like "org/name" that is no path gets the command that downloads it; any other path does not."""
+    with pytest.raises(InputError) as error:
+        weights.load("meta-llama/Llama-3.2-1B")
+    assert "hf download meta-llama/Llama-3.2-1B --local-dir DIR" in error.value.remedy
+    for path in ("nowhere", "./models/nowhere", "/models/nowhere", "models/nowhere.gguf"):
+        with pytest.raises(InputError) as error:
+            weights.load(path)
+        assert "hf download" not in error.value.remedy
+
+
 def test_without_the_embedded_model_the_error_is_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """The remedy can be pasted: the package must come without its own requirements."""
     monkeypatch.setattr(weights, "find_spec", lambda name: None)
@@ -218,7 +229,7 @@ def test_a_tied_checkpoint_ignores_a_stored_head(make_checkpoint: MakeCheckpoint
 def test_loading_does_not_need_the_files_afterwards(make_checkpoint: MakeCheckpoint) -> None:
     """The model owns its weights: files may be replaced while it serves."""
     path = make_checkpoint()
-    before, model = logits(path), weights.load(path)
+    before, model = logits(path), weights.load(path, torch.float32)
     shutil.rmtree(path)
     after = model.decoder.forward(torch.arange(20), torch.arange(20), DenseCache(), torch.arange(20))
     assert torch.equal(before, after)

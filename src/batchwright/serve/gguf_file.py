@@ -2,8 +2,7 @@
 
 The file is mapped, never copied whole; a tensor is dequantised when asked for. Everything the file claims about itself
 (counts, lengths, offsets) is held against its real size first, so a truncated or hostile file raises `BrokenWeights`.
-SmolLM2-135M's metadata reads in under 0.1 s and its weights in 0.1 to 0.3 s, so nothing needs to be cached: a cached
-float32 copy is 540 MB, which takes longer to read than 98 MB take to dequantise.
+Nothing is cached: a float32 copy is several times as large as the file (docs/decisions/0003 has the argument).
 
 Format: ggml docs/gguf.md (versions 2 and 3, little endian). Quantised blocks: the block structs of ggml-common.h.
 Dequantisation is d*q, and with a minimum d*q + m, each operation rounded to float32 (as ggml's reference rows are).
@@ -25,9 +24,9 @@ from batchwright.errors import BrokenWeights, UnsupportedModel
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_NESTING = 4
-_CHUNK = 32_000
-"""Values decoded at a time. Temporaries then stay in cache, and torch runs each operation on the calling thread (it
-splits from 32,768): where something else uses the cores, thousands of parallel regions take seconds, not tenths."""
+_NUM_DECODED_AT_ONCE = 32_000
+"""Values. Temporaries then stay in cache, and torch runs each operation on the calling thread, since it splits from
+32,768 values: thousands of parallel regions are slow where something else uses the cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,7 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
+        """What the tensor takes in the file."""
         return prod(self.shape) // self.kind.values * self.kind.bytes
 
 
@@ -54,7 +54,7 @@ class BlockKind:
 
 
 class GgufFile:
-    """`metadata` by key (arrays as lists), `tensors` by name; `tensor(name)` gives float32 values."""
+    """`metadata` by key (arrays as lists) and `tensors` by name. Raises BrokenWeights or UnsupportedModel when made."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,7 +74,7 @@ class GgufFile:
         info = self.tensors[name]
         blocks = self._bytes[info.start : info.start + info.num_bytes].view(-1, info.kind.bytes)
         values = torch.empty(len(blocks), info.kind.values, dtype=dtype)
-        rows = _CHUNK // info.kind.values
+        rows = _NUM_DECODED_AT_ONCE // info.kind.values
         for start in range(0, len(blocks), rows):
             values[start : start + rows] = info.kind.decode(blocks[start : start + rows])
         return values.view(info.shape)
@@ -87,6 +87,7 @@ class _Cursor:
         self._view, self._path, self._size, self.at = view, path, len(view), 0
 
     def require(self, num_bytes: int) -> None:
+        """Raise BrokenWeights unless so many bytes follow."""
         if self.at + num_bytes > self._size:
             fact = f"its header needs {self.at + num_bytes:,} bytes but the file has {self._size:,}"
             raise BrokenWeights(f"reading {self._path}", fact, "the file is truncated: fetch it again")
@@ -150,24 +151,25 @@ def _read_value(cursor: _Cursor, kind: int, path: Path, depth: int = 0) -> Any:
 
 
 def _read_tensor_row(cursor: _Cursor, path: Path) -> tuple[str, tuple[int, ...], BlockKind, int]:
+    """Name, shape, storage type, and offset from the start of the tensors' data."""
     name = cursor.string()
     num_dims = cursor.scalar("I")
     if num_dims > 4:
         raise BrokenWeights(f"reading {path}", f"tensor {name} claims {num_dims} dimensions", "fetch the file again")
     shape = tuple(reversed(cursor.scalars("Q", num_dims)))
     code, offset = cursor.scalar("I"), cursor.scalar("Q")
-    if code not in _KINDS:
-        known = ", ".join(kind.name for kind in _KINDS.values())
-        fact = f"tensor {name} has quantisation type {_NAMES.get(code, code)}; supported are {known}"
+    if code not in _BLOCK_KINDS:
+        known = ", ".join(kind.name for kind in _BLOCK_KINDS.values())
+        fact = f"tensor {name} has quantisation type {_UNSUPPORTED_KINDS.get(code, code)}; supported are {known}"
         raise UnsupportedModel(f"reading {path}", fact, "convert the file to one of these, or load safetensors")
-    kind = _KINDS[code]
+    kind = _BLOCK_KINDS[code]
     if not shape or shape[-1] % kind.values:
         fact = f"tensor {name} has shape {list(shape)}, not whole {kind.name} blocks of {kind.values}"
         raise BrokenWeights(f"reading {path}", fact, "fetch the file again")
     return name, shape, kind, offset
 
 
-def _plain(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+def _decode_plain(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda blocks: _reinterpret(blocks, dtype).float()
 
 
@@ -198,12 +200,12 @@ def _nibbles(packed: Tensor) -> Tensor:
     return torch.cat((packed & 15, packed >> 4), dim=1).float()
 
 
-_KINDS = {
-    0: BlockKind("F32", 1, 4, _plain(torch.float32)),
-    1: BlockKind("F16", 1, 2, _plain(torch.float16)),
+_BLOCK_KINDS = {
+    0: BlockKind("F32", 1, 4, _decode_plain(torch.float32)),
+    1: BlockKind("F16", 1, 2, _decode_plain(torch.float16)),
     2: BlockKind("Q4_0", 32, 18, _decode_q4_0),
     3: BlockKind("Q4_1", 32, 20, _decode_q4_1),
     8: BlockKind("Q8_0", 32, 34, _decode_q8_0),
-    30: BlockKind("BF16", 1, 2, _plain(torch.bfloat16)),
+    30: BlockKind("BF16", 1, 2, _decode_plain(torch.bfloat16)),
 }
-_NAMES = {6: "Q5_0", 7: "Q5_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K"}
+_UNSUPPORTED_KINDS = {6: "Q5_0", 7: "Q5_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K"}

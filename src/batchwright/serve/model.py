@@ -18,9 +18,8 @@ from torch import Tensor
 
 from batchwright.errors import UnsupportedModel
 from batchwright.facts.shape import ModelShape
-
-from .linear import Linear
-from .rope import frequencies, interleave, rotate, rotations
+from batchwright.serve.linear import Linear
+from batchwright.serve.rope import frequencies, interleave, rotate, rotations
 
 FAMILIES = ("llama",)
 """The `model_type`s this decoder runs: Llama 2 and 3, SmolLM and SmolLM2, and whatever else declares itself so."""
@@ -71,17 +70,17 @@ class Decoder:
         x_TE = F.embedding(tokens_T, self._embedding_VE)
         turn_T1C = rotations(positions_T, self._freq_C)
         for i, layer in enumerate(self._layers[:-1]):
-            x_TE = layer.mlp(layer.join(x_TE, layer.attention(i, x_TE, turn_T1C, attend)))
+            x_TE = layer.add_mlp(layer.add_attention(x_TE, layer.attended(i, x_TE, turn_T1C, attend)))
         last = self._layers[-1]
-        o_TE = last.attention(len(self._layers) - 1, x_TE, turn_T1C, attend)
+        o_TE = last.attended(len(self._layers) - 1, x_TE, turn_T1C, attend)
         if not len(logit_rows_R):
             return x_TE.new_empty((0, self.shape.vocab), dtype=torch.float32)
-        x_RE = last.mlp(last.join(x_TE[logit_rows_R], o_TE[logit_rows_R]))
+        x_RE = last.add_mlp(last.add_attention(x_TE[logit_rows_R], o_TE[logit_rows_R]))
         return self._head(F.rms_norm(x_RE, (self.shape.hidden,), self._norm_E, self._eps)).float()
 
 
 class _Layer:
-    """Attention and MLP with their norms; the residual x_TE is updated in place."""
+    """Attention and MLP with their norms. The methods named `add` change the residual x_TE in place, and return it."""
 
     __slots__ = ("_down", "_eps", "_gate_up", "_norm_mlp_E", "_norm_qkv_E", "_num_rotated", "_out", "_qkv", "_shape")
 
@@ -90,12 +89,13 @@ class _Layer:
         self._num_rotated = shape.num_heads + shape.num_kv_heads
         self._norm_qkv_E = take(name + "input_layernorm.weight")
         self._norm_mlp_E = take(name + "post_attention_layernorm.weight")
-        self._qkv = _joined_qkv(shape, name + "self_attn.", take, take_qk)
-        self._out = _joined(take, [name + "self_attn.o_proj"], has_bias=shape.output_bias)
-        self._gate_up = _joined(take, [name + "mlp.gate_proj", name + "mlp.up_proj"], has_bias=shape.mlp_bias)
-        self._down = _joined(take, [name + "mlp.down_proj"], has_bias=shape.mlp_bias)
+        self._qkv = _qkv_projection(shape, name + "self_attn.", take, take_qk)
+        self._out = _projection(take, [name + "self_attn.o_proj"], has_bias=shape.output_bias)
+        self._gate_up = _projection(take, [name + "mlp.gate_proj", name + "mlp.up_proj"], has_bias=shape.mlp_bias)
+        self._down = _projection(take, [name + "mlp.down_proj"], has_bias=shape.mlp_bias)
 
-    def attention(self, index: int, x_TE: Tensor, turn_T1C: Tensor, attend: Attend) -> Tensor:
+    def attended(self, index: int, x_TE: Tensor, turn_T1C: Tensor, attend: Attend) -> Tensor:
+        """What the heads attended to, not yet projected back to hidden values."""
         shape = self._shape
         qkv_TF = self._qkv(F.rms_norm(x_TE, (shape.hidden,), self._norm_qkv_E, self._eps))
         qkv_TGD = qkv_TF.view(len(qkv_TF), -1, shape.head_dim)
@@ -103,10 +103,10 @@ class _Layer:
         num_heads = shape.num_heads
         return attend(index, qk_TGD[:, :num_heads], qk_TGD[:, num_heads:], qkv_TGD[:, self._num_rotated :])
 
-    def join(self, x_TE: Tensor, o_TE: Tensor) -> Tensor:
+    def add_attention(self, x_TE: Tensor, o_TE: Tensor) -> Tensor:
         return x_TE.add_(self._out(o_TE))
 
-    def mlp(self, x_TE: Tensor) -> Tensor:
+    def add_mlp(self, x_TE: Tensor) -> Tensor:
         normed_TE = F.rms_norm(x_TE, (self._shape.hidden,), self._norm_mlp_E, self._eps)
         gate_TI, up_TI = self._gate_up(normed_TE).chunk(2, 1)
         return x_TE.add_(self._down(F.silu(gate_TI).mul_(up_TI)))
@@ -155,7 +155,9 @@ def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return found if shape.tied_embeddings else found | {"lm_head.weight": (shape.vocab, hidden)}
 
 
-def _joined_qkv(shape: ModelShape, name: str, take: Take, take_qk: Take) -> Linear:
+def _qkv_projection(shape: ModelShape, name: str, take: Take, take_qk: Take) -> Linear:
+    """Query, key and value projections as one; rows of query and key in pair order."""
+
     def whole(kind: str) -> Tensor:
         rotated = [take_qk(f"{name}{part}_proj.{kind}") for part in "qk"]
         return torch.cat([*rotated, take(f"{name}v_proj.{kind}")])
@@ -163,7 +165,9 @@ def _joined_qkv(shape: ModelShape, name: str, take: Take, take_qk: Take) -> Line
     return Linear(whole("weight"), whole("bias") if shape.qkv_bias else None)
 
 
-def _joined(take: Take, names: Sequence[str], *, has_bias: bool) -> Linear:
+def _projection(take: Take, names: Sequence[str], *, has_bias: bool) -> Linear:
+    """The named projections as one, their outputs side by side."""
+
     def whole(kind: str) -> Tensor:
         parts = [take(f"{name}.{kind}") for name in names]
         return torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from batchwright.errors import UnsupportedModel
 
-_TYPES = ("default", "llama3")
+_KNOWN_TYPES = ("default", "llama3")
 
 
 def frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
     """freq_C, float32, radians per position. Reads `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
     settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = settings.get("rope_type", settings.get("type", "default"))
-    if kind not in _TYPES or settings.get("partial_rotary_factor", 1.0) != 1.0:
-        fact = f"its config asks for {settings}; supported are the types {' and '.join(_TYPES)}, over whole heads"
+    if kind not in _KNOWN_TYPES or settings.get("partial_rotary_factor", 1.0) != 1.0:
+        fact = f"its config asks for {settings}; supported are the types {' and '.join(_KNOWN_TYPES)}, over whole heads"
         raise UnsupportedModel("building rotary positions", fact, "use a model with one of these")
     base = float(settings.get("rope_theta") or config.get("rope_theta") or 10_000.0)
     freq_C = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
@@ -34,10 +34,10 @@ def frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
 
 
 def _scaled_llama3(freq_C: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    """Stretches slow frequencies by `factor`.
+    """Divides slow frequencies by `factor`.
 
-    With w wavelengths in the original context: all of it where w is under `low_freq_factor`, none where it is over
-    `high_freq_factor`, and blended linearly in w between.
+    A frequency that turns fewer than `low_freq_factor` times within the original context is divided, one that turns
+    more than `high_freq_factor` times is kept; between them the two are mixed, linearly in the number of turns.
     """
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     if missing := [key for key in keys if not isinstance(settings.get(key), int | float)]:
@@ -50,7 +50,7 @@ def _scaled_llama3(freq_C: Tensor, settings: Mapping[str, Any]) -> Tensor:
 
 
 def interleave(rows_NK: Tensor, head_dim: int) -> Tensor:
-    """Within each head, the order 0, D/2, 1, D/2 + 1, ... Also for a bias (N only)."""
+    """The rows of each head in pair order: 0, D/2, 1, D/2 + 1, ... A new tensor. Also for a bias, which has N only."""
     halves = rows_NK.view(-1, 2, head_dim // 2, *rows_NK.shape[1:])
     return halves.transpose(1, 2).reshape(rows_NK.shape)
 

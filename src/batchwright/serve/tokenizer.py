@@ -1,44 +1,31 @@
-"""Text to token ids and back: encoding, streaming decoding, and chat templates.
+"""Text to token ids and back: encoding by the `tokenizers` library, and decoding of a stream one token at a time.
 
-Encoding is the `tokenizers` library's, from a `tokenizer.json` or rebuilt from a GGUF file's vocabulary. A
-`StreamDecoder` turns ids into text one at a time, in constant time per token, and never emits half a character: its
-pieces joined are exactly `decode` of all ids. Chat templates come with the weights and are therefore foreign code: they
-are rendered in Jinja's immutable sandbox. Its worst bombs (`range`, `*`, `**`) are limited, but a template can still
-waste time, so serve models whose templates you have read.
+A `StreamDecoder` turns ids into text in constant time per token and never emits half a character: its pieces joined
+are exactly `decode` of all ids. Where a decoder treats tokens as bytes that is UTF-8 decoding; for any other kind the
+last settled token is decoded again with the new ones, and the growth is emitted.
 """
 
 import codecs
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
-from jinja2 import Template, TemplateError, Undefined
-from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Core
+from tokenizers import decoders
 
-from batchwright.errors import BrokenWeights, RequestError, UnsupportedModel
-
-Message = Mapping[str, Any]
-
-_CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF
-_LLAMA3_SPLIT = (  # published in Llama 3's tokenizer.json
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_MAX_REPEATED = 100_000
-_MAX_POWER = 64
+from batchwright.errors import BrokenWeights, UnsupportedModel
+from batchwright.serve.chat import ChatTemplate, Message
+from batchwright.serve.checkpoint import read_json
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """`special` names the tokens a template may write (`bos_token`, `eos_token`, ...)."""
+    """A model's tokenizer and chat template.
+
+    `core` is the library's. `special` holds the tokens a template may write, by name (`bos_token`, `eos_token`, ...).
+    """
 
     core: Core
     special: Mapping[str, str] = field(default_factory=dict)
@@ -54,10 +41,11 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of `ids`; bytes that are no character become U+FFFD."""
         return str(self.core.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def stream(self, *, skip_special_tokens: bool = False) -> "StreamDecoder":
-        """A fresh decoder for one request's output."""
+        """A new decoder for one request's output."""
         hidden = self._special_ids if skip_special_tokens else frozenset[int]()
         if self._is_byte_level:
             return _ByteLevelStream(self.core, hidden)
@@ -71,27 +59,18 @@ class Tokenizer:
         Raises RequestError where the template rejects the messages, UnsupportedModel where there is no template or the
         sandbox refuses it.
         """
-        asked = "rendering the chat template"
-        try:
-            return self._template.render(
-                messages=list(messages),
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self.special,
-            )
-        except (SecurityError, OverflowError) as refusal:
-            remedy = "review the template, or pass text or token ids instead of messages"
-            raise UnsupportedModel(asked, f"the sandbox refuses it: {refusal}", remedy) from refusal
-        except (TemplateError, TypeError, ValueError, LookupError) as rejection:
-            fact = f"the template rejects these {len(messages)} messages: {rejection}"
-            raise RequestError(asked, fact, "check the roles, their order and the contents") from rejection
+        if self._template is None:
+            remedy = "use a chat model, or pass text or token ids instead of messages"
+            raise UnsupportedModel("rendering the chat template", "the model has none", remedy)
+        return self._template.render(messages, tools, self.special, add_generation_prompt=add_generation_prompt)
 
     @property
     def num_tokens(self) -> int:
+        """Size of the vocabulary, added tokens included."""
         return int(self.core.get_vocab_size(with_added_tokens=True))
 
     def token_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it, or None."""
         return self.core.token_to_id(token)
 
     @cached_property
@@ -103,15 +82,8 @@ class Tokenizer:
         return isinstance(self.core.decoder, decoders.ByteLevel)
 
     @cached_property
-    def _template(self) -> Template:
-        if self.chat_template is None:
-            remedy = "use a chat model, or pass text or token ids instead of messages"
-            raise UnsupportedModel("rendering the chat template", "the model has none", remedy)
-        try:
-            return _Sandbox().from_string(self.chat_template)
-        except TemplateError as error:
-            remedy = "repair the template, or pass text or token ids instead of messages"
-            raise UnsupportedModel("compiling the chat template", str(error), remedy) from error
+    def _template(self) -> ChatTemplate | None:
+        return None if self.chat_template is None else ChatTemplate(self.chat_template)
 
 
 class StreamDecoder(Protocol):
@@ -179,52 +151,15 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTES = _byte_alphabet()
+_BYTE_OF_CHARACTER = _byte_alphabet()
 
 
 def _token_bytes(token: str) -> bytes:
-    """A token that is not spelled in the alphabet (some added tokens) stands for its own text."""
+    """The bytes that a token spells; one outside the alphabet (some added tokens) stands for its own text."""
     try:
-        return bytes([_BYTES[character] for character in token])
+        return bytes([_BYTE_OF_CHARACTER[character] for character in token])
     except KeyError:
         return token.encode()
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Templates see what Hugging Face's see, and nothing of Python. `*` and `**` are limited, as `range` already is."""
-
-    intercepted_binops = frozenset(("*", "**"))
-
-    def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        self.filters["tojson"] = _to_json
-        self.globals |= {"raise_exception": _raise, "strftime_now": _now}
-
-    def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
-        """At once, where Jinja's own waits until the value is used."""
-        raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__}")
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*" and isinstance(left, Sequence) != isinstance(right, Sequence):
-            items, times = (left, right) if isinstance(left, Sequence) else (right, left)
-            if isinstance(times, int) and len(items) * times > _MAX_REPEATED:
-                raise OverflowError(f"it repeats {len(items):,} items {times:,} times, over {_MAX_REPEATED:,} in all")
-        if operator == "**" and isinstance(right, int | float) and right > _MAX_POWER:
-            raise OverflowError(f"it raises to the power {right:,}, over {_MAX_POWER}")
-        return super().call_binop(context, operator, left, right)
-
-
-def _now(form: str) -> str:
-    """Local time: a template tells the model what day it is where it runs."""
-    return datetime.now().astimezone().strftime(form)
-
-
-def _to_json(value: Any, *, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)
 
 
 def from_directory(path: Path) -> Tokenizer | None:
@@ -245,17 +180,6 @@ def from_directory(path: Path) -> Tokenizer | None:
     return Tokenizer(core, _special_tokens(config), template)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or BrokenWeights."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise BrokenWeights(f"reading {path}", str(error), "fetch the file again") from error
-    if not isinstance(value, dict):
-        raise BrokenWeights(f"reading {path}", f"it holds a {type(value).__name__}, not an object", "fetch it again")
-    return value
-
-
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """`bos_token` and the like, written as a string or as an object with its `content`."""
     found = {}
@@ -272,70 +196,3 @@ def _default_template(value: Any) -> str | None:
     if isinstance(value, list):
         value = next((entry.get("template") for entry in value if entry.get("name") == "default"), None)
     return value if isinstance(value, str) else None
-
-
-def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Rebuilds a byte-level BPE tokenizer. Raises UnsupportedModel for other kinds, and for rules we do not know."""
-    kind, rules = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
-    if kind != "gpt2" or rules not in _SPLITS or not _all_strings(tokens) or not _all_strings(merges):
-        fact = f"it is of kind {kind!r} with split rules {rules!r}; supported are 'gpt2' with {', '.join(_SPLITS)}"
-        remedy = "pass token ids, or load the safetensors checkpoint with its tokenizer.json"
-        raise UnsupportedModel("building the tokenizer of a GGUF file", fact, remedy)
-    vocab = {token: i for i, token in enumerate(tokens)}
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    core = Core(models.BPE(vocab=vocab, merges=pairs, ignore_merges=rules in _LLAMA3))
-    core.pre_tokenizer = _SPLITS[rules]()
-    core.decoder = decoders.ByteLevel()
-    types = metadata.get("tokenizer.ggml.token_type", ())
-    core.add_special_tokens(_added(tokens, types, _CONTROL))
-    core.add_tokens(_added(tokens, types, _USER_DEFINED))
-    special = _special_of_gguf(metadata, tokens)
-    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", rules in _LLAMA3))
-    _wrap(core, special, add_bos=add_bos, add_eos=bool(metadata.get("tokenizer.ggml.add_eos_token")))
-    return Tokenizer(core, special, metadata.get("tokenizer.chat_template"))
-
-
-def _wrap(core: Core, special: Mapping[str, str], *, add_bos: bool, add_eos: bool) -> None:
-    """Frames every text in BOS or EOS."""
-    ends = [special.get("bos_token") if add_bos else None, special.get("eos_token") if add_eos else None]
-    before, after = ([token] if token and core.token_to_id(token) is not None else [] for token in ends)
-    core.post_processor = processors.TemplateProcessing(
-        single=[*before, "$A", *after],
-        special_tokens=[(token, core.token_to_id(token)) for token in dict.fromkeys(before + after)],
-    )
-
-
-def _all_strings(value: Any) -> TypeGuard[list[str]]:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _added(tokens: Sequence[str], types: Sequence[int], wanted: int) -> list[AddedToken]:
-    special = wanted == _CONTROL
-    chosen = (token for token, kind in zip(tokens, types, strict=False) if kind == wanted)
-    return [AddedToken(token, special=special, normalized=False) for token in chosen]
-
-
-def _special_of_gguf(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
-    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
-    return {name: tokens[i] for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)}
-
-
-def _split_digits() -> pre_tokenizers.PreTokenizer:
-    """Every digit by itself, then GPT-2's rules: SmolLM's tokenizer.json."""
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-
-
-def _split_gpt2() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False)
-
-
-def _split_llama3() -> pre_tokenizers.PreTokenizer:
-    split = pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
-_SPLITS = {"smollm": _split_digits, "gpt-2": _split_gpt2} | dict.fromkeys(_LLAMA3, _split_llama3)

@@ -1,6 +1,6 @@
 """Text from the embedded model: several prompts in one continuous batch, one answer streamed, one chat.
 
-    python examples/generate.py
+Run it with python examples/generate.py.
 """
 
 from batchwright import Engine, SamplingParams

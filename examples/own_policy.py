@@ -1,12 +1,10 @@
 """A scheduler of your own: shortest prompts first, under the same engine. A policy is told lengths, never text.
 
-    python examples/own_policy.py
+Run it with python examples/own_policy.py.
 """
 
 from batchwright import Engine, SamplingParams
-from batchwright.policy.continuous import Continuous, ContinuousSettings
-from batchwright.policy.order import Queueing
-from batchwright.policy.pages import Memory
+from batchwright.policy import Continuous, ContinuousSettings, Memory, Queueing
 from batchwright.policy.types import Request
 
 SECONDS_PER_TOKEN = 0.01
@@ -18,6 +16,7 @@ def shortest_first(request: Request, arrival: float) -> tuple[int, float]:
 
 
 def policy(memory: Memory) -> Continuous:
+    """One request at a time, so that the order shows."""
     return Continuous(memory, ContinuousSettings(max_rows=1, queueing=Queueing(order=shortest_first)))
 
 

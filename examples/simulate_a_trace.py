@@ -1,16 +1,13 @@
-"""The schedulers that serve, in virtual time: what would an hour of Poisson traffic do to each? No torch, no model.
+"""The schedulers that serve, in virtual time: what would 500 requests do to each? No torch, no model.
 
-    python examples/simulate_a_trace.py
+Run it with python examples/simulate_a_trace.py.
 """
 
 from itertools import islice
 
 from batchwright.bench.summary import summarize
 from batchwright.plan.simulate import arrivals, simulate
-from batchwright.policy.continuous import Continuous, ContinuousSettings
-from batchwright.policy.dynamic import DynamicSettings, dynamic
-from batchwright.policy.pages import Memory
-from batchwright.policy.static import one_by_one, static
+from batchwright.policy import Continuous, ContinuousSettings, DynamicSettings, Memory, dynamic, one_by_one, static
 from batchwright.policy.types import StepPlan
 from batchwright.traffic import generate, lognormal_lengths, poisson
 
@@ -18,7 +15,7 @@ MEMORY = Memory(num_pages=4000, page_size=16, context=4096)
 
 
 def step_seconds(plan: StepPlan) -> float:
-    """A toy accelerator: 20 ms to read the weights, or 0.2 ms a position where that is more."""
+    """A made-up machine: 20 ms to read the weights, or 0.2 ms a position where that is more."""
     num_positions = sum(chunk.num_tokens + chunk.padding for chunk in plan.chunks)
     return max(0.020, 0.0002 * num_positions)
 

@@ -20,7 +20,8 @@ from batchwright.policy.types import Scheduler
 from batchwright.serve import linear, weights
 from batchwright.serve.engine import Engine, Policy
 from batchwright.serve.gguf_file import GgufFile
-from batchwright.serve.weights import LoadedModel, _config_of_gguf, _GgufSource
+from batchwright.serve.gguf_model import GgufSource, config_of_gguf
+from batchwright.serve.weights import LoadedModel
 from tests.serve.scripted import Job, WatchedExecutor, forced, workload64
 
 NEAR_TIE = 1e-4  # where the reference's two best logits are closer, either is right
@@ -32,7 +33,7 @@ NUM_IN_BFLOAT16 = 16
 def llama(smollm2: LoadedModel) -> LlamaForCausalLM:
     """The file's weights in transformers' Llama, with keys and queries as transformers orders their rows."""
     file = GgufFile(weights.default_path())
-    source = _GgufSource(file, _config_of_gguf(file))
+    source = GgufSource(file, config_of_gguf(file))
     head_dim = smollm2.decoder.shape.head_dim
     state = {}
     for name in source.shapes:

@@ -20,8 +20,7 @@ from torch import Tensor
 from batchwright.errors import BrokenWeights, ConfigError, InputError, MissingDependency, UnsupportedModel
 from batchwright.serve.checkpoint import SafetensorsSource, read_json
 from batchwright.serve.gguf_file import GgufFile
-from batchwright.serve.gguf_model import GgufSource as _GgufSource
-from batchwright.serve.gguf_model import config_of_gguf as _config_of_gguf
+from batchwright.serve.gguf_model import GgufSource, config_of_gguf
 from batchwright.serve.gguf_tokenizer import from_gguf
 from batchwright.serve.model import Decoder, supported_shape, tensor_shapes
 from batchwright.serve.tokenizer import Tokenizer, from_directory
@@ -128,8 +127,8 @@ def _load_directory(path: Path, dtype: torch.dtype, device: torch.device) -> Loa
 
 def _load_gguf(path: Path, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     file = GgufFile(path)
-    config = _config_of_gguf(file)
-    source = _GgufSource(file, config)
+    config = config_of_gguf(file)
+    source = GgufSource(file, config)
     decoder = _build(path, config, source, dtype, device, source.scaled_frequencies())
     tokenizer, why = None, ""
     try:

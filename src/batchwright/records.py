@@ -14,6 +14,7 @@ from batchwright.errors import InputError
 from batchwright.policy.types import Load, StepPlan
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "queue_timeout", "refused", "error"]
+RowKind = Literal["prefill", "decode", "dead", "failed"]
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag="request", tag_field="type"):
@@ -32,6 +33,21 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag="request", ta
     finish_reason: FinishReason
     error: str | None = None
     token_times: tuple[float, ...] = ()
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether it ended as its client wanted, with `stop` or `length`; any other end is a request lost."""
+        return self.finish_reason in ("stop", "length")
+
+    @property
+    def ttft(self) -> float | None:
+        """From its arrival to its first token, however it ended; None without a token."""
+        return self.token_times[0] - self.arrival if self.token_times else None
+
+    @property
+    def latency(self) -> float | None:
+        """From its arrival to its end; None for a request lost."""
+        return self.finished - self.arrival if self.is_completed else None
 
 
 class RowRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -61,6 +77,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     num_waiting: int
     failed: str | None = None
 
+    @property
+    def num_live(self) -> int:
+        """Rows that computed something."""
+        return sum(1 for row in self.rows if row.num_tokens)
+
 
 Record = RequestRecord | StepRecord
 
@@ -85,6 +106,33 @@ def read_records(path: Path) -> Iterator[Record]:
                 raise InputError(
                     f"read records from {path}", f"line {number} is not a record ({error})", "remove or repair the line"
                 ) from error
+
+
+def row_kinds(requests: Iterable[RequestRecord], steps: Iterable[StepRecord]) -> Iterator[tuple[RowKind, ...]]:
+    """For each of `steps`, which are in order of start, what each of its rows did.
+
+    A row decodes if it samples and starts beyond its prompt, and does not compute again what a preemption took; any
+    other live row is prefill. Where no record tells the prompt's length, a live row of one token starts beyond it.
+    """
+    num_prompt = {request.id: request.num_prompt for request in requests}
+    recomputing: set[str | None] = set()
+    for step in steps:
+        recomputing.update(step.preempted)
+        yield tuple(
+            _kind(row, step, num_prompt.get(row.request_id or ""), recomputing=row.request_id in recomputing)
+            for row in step.rows
+        )
+        if step.failed is None:
+            recomputing.difference_update(row.request_id for row in step.rows if row.samples)
+
+
+def _kind(row: RowRecord, step: StepRecord, num_prompt: int | None, *, recomputing: bool) -> RowKind:
+    if step.failed is not None:
+        return "failed"
+    if not row.num_tokens:
+        return "dead"
+    beyond_prompt = row.num_tokens == 1 if num_prompt is None else row.start >= num_prompt
+    return "decode" if row.samples and beyond_prompt and not recomputing else "prefill"
 
 
 class Recorder:

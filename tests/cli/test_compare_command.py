@@ -16,7 +16,7 @@ from batchwright.cli.files import check_writable, whole
 from batchwright.cli.main import main
 from batchwright.errors import InputError
 from batchwright.records import RequestRecord, StepRecord, read_records
-from batchwright.studies.compare_page import table
+from batchwright.studies.compare_report import table
 from batchwright.studies.comparison import STRATEGIES, Comparison
 from tests.studies.tiny import CONTEXT, write_checkpoint
 
@@ -73,8 +73,8 @@ def test_a_comparison_prints_a_table_per_scene_with_the_numbers_of_its_json(
     for start, scene in zip(starts, comparison.scenes, strict=True):
         rows = [[cell.strip() for cell in line.strip("│┃").replace("┃", "│").split("│")] for line in lines[start:]]
         assert rows[2] == ["", *STRATEGIES]
-        for column, values in table(scene).lines():
-            assert [column.label, *(text for text, _ in column.printed(values))] in rows
+        for metric, values in table(scene).lines:
+            assert [metric.label, *(text for text, _ in metric.printed(values))] in rows
 
 
 def test_what_was_written_is_said_once_the_files_are_there(done: subprocess.CompletedProcess, folder: Path) -> None:

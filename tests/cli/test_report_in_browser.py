@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 from batchwright.report.html import render
-from batchwright.studies.compare_page import page
+from batchwright.studies.compare_report import report
 from batchwright.studies.comparison import STRATEGIES
 from tests.studies.tiny import compared, write_checkpoint
 
@@ -64,8 +64,8 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, dict[s
     """
     folder = tmp_path_factory.mktemp("browser")
     model = write_checkpoint(folder / "tiny")
-    report = render(page(*compared(model, num_requests=12, mean_prompt=24, mean_output=12, batch_size=4)))
-    probed = escape(report.replace("<head>", f"<head><script>{PROBE}</script>", 1))
+    source = render(report(*compared(model, num_requests=12, mean_prompt=24, mean_output=12, batch_size=4)))
+    probed = escape(source.replace("<head>", f"<head><script>{PROBE}</script>", 1))
     frames = "".join(
         f'<iframe style="width:{width}px;height:900px;border:0" srcdoc="{probed}"></iframe>' for width in WIDTHS
     )

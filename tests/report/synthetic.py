@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from batchwright.records import RequestRecord, RowRecord, StepRecord
-from batchwright.report.html import Page, Run, Scene
-from batchwright.report.table import Column, Row, Table
+from batchwright.report.html import Report, Run, Scene
+from batchwright.report.table import Metric, Table
 
 PAGE = 16
 POOL = 1024
@@ -189,24 +189,24 @@ def runs(num: int, *, rate: float | None = None, seed: int = 0) -> Iterator[Run]
         yield Run(name=name, note=note, requests=requests, steps=steps)
 
 
-COLUMNS = (
-    Column("Output tokens/s", "Output tokens of completed requests, over first arrival to last end.", ",.0f", "higher"),
-    Column("TTFT p50, s", "First token minus arrival; the median over requests.", ".2f", "lower"),
-    Column("TTFT p99, s", "First token minus arrival; 99 of 100 requests were at most so slow.", ".2f", "lower"),
-    Column("TPOT p50, ms", "(Last token - first token) / (tokens - 1), per request; the median.", ".0f", "lower"),
-    Column("Latency p50, s", "End minus arrival; the median over completed requests.", ".2f", "lower"),
-    Column("Latency p99, s", "End minus arrival; 99 of 100 requests were at most so slow.", ".2f", "lower"),
-    Column("Padding waste", "Dummy positions in rows that also compute something, of all positions.", ".1%", "lower"),
-    Column("Dead-row waste", "Rows executed for no request, of all rows in decode steps.", ".1%", "lower"),
-    Column("Batch size mean", "Live rows per step.", ".1f", "higher"),
-    Column("KV unused", "1 - tokens stored / tokens that fit into the pages held, over steps.", ".1%", "lower"),
-    Column("Share of roofline", "Achieved over attainable operations per second on this machine.", ".0%", "higher"),
+METRICS = (
+    Metric("Output tokens/s", "Output tokens of completed requests, over first arrival to last end.", ",.0f", "higher"),
+    Metric("TTFT p50, s", "First token minus arrival; the median over requests.", ".2f", "lower"),
+    Metric("TTFT p99, s", "First token minus arrival; 99 of 100 requests were at most so slow.", ".2f", "lower"),
+    Metric("TPOT p50, ms", "(Last token - first token) / (tokens - 1), per request; the median.", ".0f", "lower"),
+    Metric("Latency p50, s", "End minus arrival; the median over completed requests.", ".2f", "lower"),
+    Metric("Latency p99, s", "End minus arrival; 99 of 100 requests were at most so slow.", ".2f", "lower"),
+    Metric("Padding waste", "Dummy positions in rows that also compute something, of all positions.", ".1%", "lower"),
+    Metric("Dead-row waste", "Rows executed for no request, of all rows in decode steps.", ".1%", "lower"),
+    Metric("Batch size mean", "Live rows per step.", ".1f", "higher"),
+    Metric("KV unused", "1 - tokens stored / tokens that fit into the pages held, over steps.", ".1%", "lower"),
+    Metric("Share of roofline", "Achieved over attainable operations per second on this machine.", ".0%", "higher"),
 )
 
 
 def table(compared: Sequence[Run]) -> Table:
-    """Roughly right numbers: the page doesn't compute any, so a test needs no better."""
-    rows = []
+    """Roughly right numbers: the report doesn't compute any, so a test needs no better."""
+    by_run = []
     for run in compared:
         seconds = run.steps[-1].finished
         ttft = sorted(request.token_times[0] - request.arrival for request in run.requests)
@@ -217,31 +217,28 @@ def table(compared: Sequence[Run]) -> Table:
         )
         cells = [row for step in run.steps for row in step.rows]
         positions = sum(row.num_tokens + row.padding for row in cells)
-        rows.append(
-            Row(
-                run.name,
-                [
-                    sum(request.num_output for request in run.requests) / seconds,
-                    ttft[len(ttft) // 2],
-                    ttft[-1],
-                    tpot[len(tpot) // 2],
-                    latency[len(latency) // 2],
-                    latency[-1],
-                    sum(row.padding for row in cells if row.num_tokens) / positions,
-                    sum(1 for row in cells if not row.num_tokens) / len(cells),
-                    sum(1 for row in cells if row.num_tokens) / len(run.steps),
-                    1 - sum(s.tokens_stored for s in run.steps) / sum(s.pages_held * PAGE for s in run.steps),
-                    None,
-                ],
-            )
+        by_run.append(
+            [
+                sum(request.num_output for request in run.requests) / seconds,
+                ttft[len(ttft) // 2],
+                ttft[-1],
+                tpot[len(tpot) // 2],
+                latency[len(latency) // 2],
+                latency[-1],
+                sum(row.padding for row in cells if row.num_tokens) / positions,
+                sum(1 for row in cells if not row.num_tokens) / len(cells),
+                sum(1 for row in cells if row.num_tokens) / len(run.steps),
+                1 - sum(s.tokens_stored for s in run.steps) / sum(s.pages_held * PAGE for s in run.steps),
+                None,
+            ]
         )
-    return Table(COLUMNS, rows)
+    return Table([run.name for run in compared], list(zip(METRICS, zip(*by_run, strict=True), strict=True)))
 
 
-def page(num: int = 64) -> Page:
+def report(num: int = 64) -> Report:
     """A whole report: all requests at once, then the same requests as a Poisson process."""
     at_once, trickling = list(runs(num)), list(runs(num, rate=1.9, seed=1))
-    return Page(
+    return Report(
         title="Four ways to batch the same 64 requests",
         subtitle="SmolLM2-135M-Instruct on two CPU cores. Every strategy ran on the same engine, with the same "
         "weights, over the same prompts and answers.",

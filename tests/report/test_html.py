@@ -9,12 +9,11 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from batchwright.errors import ConfigError
 from batchwright.records import RequestRecord, RowRecord, StepRecord
 from batchwright.report.figures import KIND_CLASS
-from batchwright.report.html import Page, Run, Scene, render
-from batchwright.report.table import Column, Row, Table
-from tests.report.synthetic import page, runs
+from batchwright.report.html import Report, Run, Scene, render
+from batchwright.report.table import Metric, Table
+from tests.report.synthetic import report, runs
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 HOSTILE = """<script>alert("x")</script>&'"""
@@ -54,12 +53,12 @@ class Tree(HTMLParser):
 
 @pytest.fixture(scope="module")
 def whole() -> str:
-    return render(page())
+    return render(report())
 
 
-def lone(*, requests: list[RequestRecord], steps: list[StepRecord], name: str = "alone", columns=(), rows=()) -> Page:
-    scene = Scene("Scene", "What it shows.", Table(columns, rows), [Run(name, "note", requests, steps)])
-    return Page("Title", "Subtitle", [("Fact", "value")], [scene])
+def lone(*, requests: list[RequestRecord], steps: list[StepRecord], table: Table | None = None) -> Report:
+    scene = Scene("Scene", "What it shows.", table or Table([], []), [Run("alone", "note", requests, steps)])
+    return Report("Title", "Subtitle", [("Fact", "value")], [scene])
 
 
 def only_request(id: str = "r0", **changed: object) -> RequestRecord:
@@ -105,7 +104,7 @@ def test_the_page_stays_small(whole: str) -> None:
 
 def test_the_same_records_give_the_same_page(whole: str) -> None:
     """Nothing on it depends on what was rendered before."""
-    assert render(page()) == whole
+    assert render(report()) == whole
 
 
 def test_areas_on_the_page_are_row_steps() -> None:
@@ -132,12 +131,12 @@ def test_rectangles_of_a_row_do_not_overlap_on_the_page() -> None:
 
 
 def plate_rects(run: Run) -> list[dict[str, str | None]]:
-    tree = Tree(render(Page("", "", [], [Scene("", "", Table([], []), [run])])))
+    tree = Tree(render(Report("", "", [], [Scene("", "", Table([], []), [run])])))
     return [rect for rect in tree.named("rect") if "data-s" in rect and rect["class"] != "n"]
 
 
 def rects_by_row(run: Run) -> dict[str, list[tuple[float, ...]]]:
-    source = render(Page("", "", [], [Scene("", "", Table([], []), [run])]))
+    source = render(Report("", "", [], [Scene("", "", Table([], []), [run])]))
     found = defaultdict(list)
     for y, group in re.findall(r'<g transform="translate\(0,([\d.]+)\)">(.*?)</g>', source):
         for rect in re.findall(r'x="([\d.]+)%" width="([\d.]+)%" height="[\d.]+" data-s="([\d.]+) ([\d.]+)"', group):
@@ -170,14 +169,13 @@ def test_every_figure_says_what_it_shows(whole: str) -> None:
 
 def test_whatever_comes_from_outside_is_escaped() -> None:
     """Ids, names, notes, facts, table cells and definitions are text, never markup."""
-    hostile = Column(HOSTILE, HOSTILE)
     scene = Scene(
         HOSTILE,
         HOSTILE,
-        Table([hostile], [Row(HOSTILE, [HOSTILE])]),
+        Table([HOSTILE], [(Metric(HOSTILE, HOSTILE), [HOSTILE])]),
         [Run(HOSTILE, HOSTILE, [only_request(HOSTILE)], [only_step(HOSTILE)])],
     )
-    tree = Tree(render(Page(HOSTILE, HOSTILE, [(HOSTILE, HOSTILE)], [scene])))
+    tree = Tree(render(Report(HOSTILE, HOSTILE, [(HOSTILE, HOSTILE)], [scene])))
     assert len(tree.named("script")) == 1
     assert not any("alert" in text for text in tree.texts["script"])
     for tag in ("h1", "h2", "h3", "p", "dt", "dd", "th", "td", "title"):
@@ -232,35 +230,31 @@ def test_a_run_without_a_cache_has_no_cache_figure() -> None:
 
 def test_the_best_values_are_bold_and_equals_share_the_honour() -> None:
     """Best as printed: two values that look alike are equally good, and text or nothing never wins."""
-    columns = [Column("High", "d", ".1f", "higher"), Column("Low", "d", ".0%", "lower"), Column("Any", "d", ".0f")]
-    rows = [Row("a", [1.04, 0.2, 1.0]), Row("b", [1.01, 0.1, 2.0]), Row("c", [0.5, None, 3.0]), Row("d", ["?", 0.3, 4])]
-    tree = Tree(render(lone(requests=[], steps=[], columns=columns, rows=rows)))
+    lines = [
+        (Metric("High", "d", ".1f", "higher"), [1.04, 1.01, 0.5, "?"]),
+        (Metric("Low", "d", ".0%", "lower"), [0.2, 0.1, None, 0.3]),
+        (Metric("Any", "d", ".0f"), [1.0, 2.0, 3.0, 4]),
+    ]
+    tree = Tree(render(lone(requests=[], steps=[], table=Table(["a", "b", "c", "d"], lines))))
     bold = [text for text in tree.texts["b"] if re.match(r"[\d?–]", text)]
     assert bold == ["1.0", "1.0", "10%"]
 
 
 def test_where_all_values_are_alike_none_is_best() -> None:
     """Bold would claim a difference."""
-    columns = [Column("High", "d", ".0f", "higher")]
-    tree = Tree(render(lone(requests=[], steps=[], columns=columns, rows=[Row("a", [1]), Row("b", [1])])))
-    assert "1" not in tree.texts["b"]
+    alike = Table(["a", "b"], [(Metric("High", "d", ".0f", "higher"), [1, 1])])
+    assert "1" not in Tree(render(lone(requests=[], steps=[], table=alike))).texts["b"]
 
 
 def test_every_metric_is_defined_once(whole: str) -> None:
-    """Both scenes have the same columns; the list at the end names each of them one time."""
+    """Both scenes have the same lines; the list at the end names each of them one time."""
     defined = Tree(whole).texts["dt"]
-    assert all(defined.count(column.label) == 1 for column in page().scenes[0].table.columns)
-
-
-def test_a_row_that_does_not_fit_its_columns_is_refused() -> None:
-    """The error says which row, and both numbers."""
-    with pytest.raises(ConfigError, match="'static': it has 1 values for 2 columns"):
-        Table([Column("A", "d"), Column("B", "d")], [Row("static", [1])])
+    assert all(defined.count(metric.label) == 1 for metric, _ in report().scenes[0].table.lines)
 
 
 def test_more_runs_than_styles_still_render() -> None:
     """The seventh run looks like the first."""
     run = Run("x", "", [only_request()], [only_step()])
     scene = Scene("", "", Table([], []), [replace(run, name=f"run {index}") for index in range(7)])
-    plates = [figure["class"] for figure in Tree(render(Page("", "", [], [scene]))).named("figure")]
+    plates = [figure["class"] for figure in Tree(render(Report("", "", [], [scene]))).named("figure")]
     assert plates[0] == plates[6] == "plate s0"

@@ -3,20 +3,20 @@
 import pytest
 
 from batchwright.errors import ConfigError
-from batchwright.report.table import Column, Row, Table
+from batchwright.report.table import Metric, Table
 
 
 def printed(values: list[object], format: str = ".1f", better: str | None = "higher") -> list[tuple[str, bool]]:
-    return Column("metric", "what it is", format, better).printed(values)
+    return Metric("metric", "what it is", format, better).printed(values)
 
 
-def test_values_are_printed_by_the_columns_format() -> None:
+def test_values_are_printed_by_the_metrics_format() -> None:
     """Numbers by the format, text as it is, nothing as a dash."""
     assert [text for text, _ in printed([1234.56, "text", None], ",.0f")] == ["1,235", "text", "–"]
 
 
 @pytest.mark.parametrize(("better", "best"), [("higher", [False, True]), ("lower", [True, False]), (None, [False] * 2)])
-def test_the_best_is_what_the_column_says_is_better(better: str | None, best: list[bool]) -> None:
+def test_the_best_is_what_the_metric_says_is_better(better: str | None, best: list[bool]) -> None:
     """Higher, lower, or nothing at all."""
     assert [is_best for _, is_best in printed([1.0, 2.0], better=better)] == best
 
@@ -42,20 +42,13 @@ def test_zero_is_a_value() -> None:
     assert printed([0.0, 0.25], ".1%", "lower") == [("0.0%", True), ("25.0%", False)]
 
 
-def test_lines_are_the_columns_with_the_values_of_all_rows() -> None:
-    """One line per metric, in the order of the rows."""
-    first, second = Column("first", ""), Column("second", "")
-    table = Table([first, second], [Row("a", [1, 2]), Row("b", [3, None])])
-    assert table.lines() == [(first, [1, 3]), (second, [2, None])]
-
-
-def test_a_row_of_another_length_is_refused() -> None:
-    """By its name, with both numbers."""
-    with pytest.raises(ConfigError, match="row 'b': it has 1 values for 2 columns; give one value per column"):
-        Table([Column("first", ""), Column("second", "")], [Row("a", [1, 2]), Row("b", [3])])
+def test_a_line_of_another_length_is_refused() -> None:
+    """By its label, with both numbers."""
+    with pytest.raises(ConfigError, match="line 'second': it has 1 values for 2 runs; give one value per run"):
+        Table(["a", "b"], [(Metric("first", ""), [1, 2]), (Metric("second", ""), [3])])
 
 
 def test_a_table_may_be_empty() -> None:
     """Of runs, of metrics, or of both."""
-    assert Table([], []).lines() == []
-    assert Table([Column("first", "")], []).lines() == [(Column("first", ""), [])]
+    assert Table([], []).lines == []
+    assert Table([], [(Metric("first", ""), [])]).runs == []

@@ -285,12 +285,13 @@ def test_blocks_that_a_trace_shares_are_found_in_the_cache(model: Path, tmp_path
 
 
 def test_cached_tokens_are_no_useful_work(model: Path, lines: Callable[..., Path]) -> None:
-    """What a cache saves is not counted as computed."""
+    """What a cache saves is not counted as computed; only the strategy that reuses prefixes says so in its note."""
     file = lines(*({"ids": [9] * 64, "max_tokens": 2, "ignore_eos": True} for _ in range(2)))
     comparison, _ = compared(model, requests=file, max_rows=1, rate=100.0, strategies=("static", "continuous"))
     static, continuous = comparison.scenes[0].runs
     assert continuous.summary.num_cached == 48
     assert continuous.useful_flops < static.useful_flops
+    assert ["prefixes reused" in run.note for run in (static, continuous)] == [False, True]
 
 
 def test_outputs_are_cut_to_what_context_and_pool_allow(model: Path, lines: Callable[..., Path]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from batchwright.errors import BatchwrightError, ConfigError, InputError
 from batchwright.serve.weights import LoadedModel, load
-from batchwright.studies.workload import MAX_LINE_BYTES, arriving, make_requests, read_requests, replay_trace
+from batchwright.studies.workload import MAX_LINE_BYTES, make_requests, read_requests, replay_trace
 from tests.contract.rules import REPOSITORY
 from tests.studies.tiny import CONTEXT, write_checkpoint
 
@@ -42,7 +42,7 @@ def write(file: Path, *lines: dict[str, Any]) -> Path:
 
 def test_a_line_is_a_prompt_or_ids_with_a_limit_and_an_arrival(model: LoadedModel, file: Path) -> None:
     """Text is encoded by the model's tokenizer, ids are taken as they are, and what is left out has its default."""
-    work = read_requests(
+    read = read_requests(
         write(
             file,
             {"prompt": "Hé", "max_tokens": 3, "arrival": 0.0, "ignore_eos": True},
@@ -50,29 +50,29 @@ def test_a_line_is_a_prompt_or_ids_with_a_limit_and_an_arrival(model: LoadedMode
         ),
         model,
     )
-    assert [one.prompt for one in work] == [tuple(model.tokenizer.encode("Hé")), (5, 6)]
-    assert [one.arrival for one in work] == [0.0, 2.5]
-    assert [one.params.max_tokens for one in work] == [3, 128]
-    assert [one.params.ignore_eos for one in work] == [True, False]
+    assert [one.prompt for one in read.work] == [tuple(model.tokenizer.encode("Hé")), (5, 6)]
+    assert read.arrivals == [0.0, 2.5]
+    assert [one.params.max_tokens for one in read.work] == [3, 128]
+    assert [one.params.ignore_eos for one in read.work] == [True, False]
 
 
 def test_blank_lines_and_a_byte_order_mark_are_skipped(model: LoadedModel, file: Path) -> None:
     """Ids keep the numbers of the lines, so that an error leads to its line in an editor."""
     file.write_bytes(b'\xef\xbb\xbf{"ids": [1]}\r\n\r\n  \n{"ids": [2]}')
-    assert [one.id for one in read_requests(file, model)] == ["line-1", "line-4"]
+    assert [one.id for one in read_requests(file, model).work] == ["line-1", "line-4"]
 
 
 def test_requests_are_sorted_by_arrival_on_a_clock_that_starts_with_the_first(model: LoadedModel, file: Path) -> None:
     """Timestamps of any clock do: nobody waits for 1970 to pass."""
     start = 1.7e9
-    work = read_requests(write(file, *({"ids": [i], "arrival": start + t} for i, t in [(1, 2.0), (2, 0.5)])), model)
-    assert [(one.id, one.arrival) for one in work] == [("line-2", 0.0), ("line-1", 1.5)]
+    read = read_requests(write(file, *({"ids": [i], "arrival": start + t} for i, t in [(1, 2.0), (2, 0.5)])), model)
+    assert ([one.id for one in read.work], read.arrivals) == (["line-2", "line-1"], [0.0, 1.5])
 
 
 def test_requests_without_arrivals_keep_their_order(model: LoadedModel, file: Path) -> None:
     """Nothing is invented for them."""
-    work = read_requests(write(file, *({"ids": [i]} for i in range(5))), model)
-    assert [(one.prompt, one.arrival) for one in work] == [((i,), None) for i in range(5)]
+    read = read_requests(write(file, *({"ids": [i]} for i in range(5))), model)
+    assert ([one.prompt for one in read.work], read.arrivals) == ([(i,) for i in range(5)], None)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_text_for_a_model_without_a_tokenizer_is_refused(wordless: LoadedModel, 
     """The error says why there is none, and that ids would do; they do."""
     with pytest.raises(InputError, match=r"has no tokenizer: there is no tokenizer.json in .*; give ids"):
         read_requests(write(file, {"prompt": "x"}), wordless)
-    assert read_requests(write(file, {"ids": [299]}), wordless)[0].prompt == (299,)
+    assert read_requests(write(file, {"ids": [299]}), wordless).work[0].prompt == (299,)
 
 
 # ---- traces
@@ -156,10 +156,11 @@ def test_text_for_a_model_without_a_tokenizer_is_refused(wordless: LoadedModel, 
 @pytest.mark.parametrize("name", ["azure_code.csv", "azure_conv.csv", "mooncake_synthetic.jsonl"])
 def test_a_trace_keeps_its_lengths_and_its_gaps(model: LoadedModel, name: str) -> None:
     """As recorded, with forced output lengths and the first arrival at zero."""
-    work = replay_trace(DATA / name, model, 50, max_context=None, seed=0)
-    assert len(work) == 50
-    assert work[0].arrival == 0.0
-    assert all(a.arrival <= b.arrival for a, b in pairwise(work))
+    replayed = replay_trace(DATA / name, model, 50, max_context=None, seed=0)
+    work = replayed.work
+    assert len(work) == len(replayed.arrivals) == 50
+    assert replayed.arrivals[0] == 0.0
+    assert all(a <= b for a, b in pairwise(replayed.arrivals))
     assert all(one.params.ignore_eos for one in work)
     assert all(0 <= token < 300 for one in work for token in one.prompt)
     first = {"azure_code.csv": (4808, 10), "azure_conv.csv": (374, 44), "mooncake_synthetic.jsonl": (40160, 6)}[name]
@@ -168,7 +169,7 @@ def test_a_trace_keeps_its_lengths_and_its_gaps(model: LoadedModel, name: str) -
 
 def test_a_trace_scaled_to_a_context_fits_it(model: LoadedModel) -> None:
     """Prompt and output together, and the longest nearly fills it."""
-    work = replay_trace(DATA / "mooncake_synthetic.jsonl", model, 200, max_context=CONTEXT, seed=0)
+    work = replay_trace(DATA / "mooncake_synthetic.jsonl", model, 200, max_context=CONTEXT, seed=0).work
     totals = [len(one.prompt) + one.params.max_tokens for one in work]
     assert CONTEXT - 2 <= max(totals) <= CONTEXT
 
@@ -177,7 +178,7 @@ def test_a_trace_scaled_to_a_context_fits_it(model: LoadedModel) -> None:
 def test_equal_blocks_of_a_trace_get_equal_text(model: LoadedModel, max_context: int | None) -> None:
     """Requests that share the first k keys share the text of k blocks, and differ soon after."""
     lines = [json.loads(line) for line in (DATA / "mooncake_synthetic.jsonl").read_text().splitlines()]
-    work = replay_trace(DATA / "mooncake_synthetic.jsonl", model, 200, max_context=max_context, seed=0)
+    work = replay_trace(DATA / "mooncake_synthetic.jsonl", model, 200, max_context=max_context, seed=0).work
     longest = max(line["input_length"] + line["output_length"] for line in lines)
     block = 512 if max_context is None else 512 * max_context // longest
     pairs = [
@@ -199,7 +200,7 @@ def common(one: Any, other: Any) -> int:
 
 def test_fewer_requests_than_asked_for_are_all_there_are(model: LoadedModel) -> None:
     """A trace of 199 requests has no 500."""
-    assert len(replay_trace(DATA / "azure_conv.csv", model, 500, max_context=None, seed=0)) == 199
+    assert len(replay_trace(DATA / "azure_conv.csv", model, 500, max_context=None, seed=0).work) == 199
 
 
 @pytest.mark.parametrize(
@@ -233,7 +234,7 @@ def test_made_requests_are_seeded_and_as_long_as_asked(model: LoadedModel) -> No
     assert sum(len(work.prompt) for work in one) / 400 == pytest.approx(40, rel=0.2)
     assert sum(work.params.max_tokens for work in one) / 400 == pytest.approx(20, rel=0.2)
     assert max(len(work.prompt) for work in one) <= CONTEXT // 2
-    assert all(work.arrival is None and work.params.ignore_eos for work in one)
+    assert all(work.params.ignore_eos for work in one)
 
 
 def test_made_prompts_are_real_text(model: LoadedModel) -> None:
@@ -263,14 +264,6 @@ def test_means_beyond_half_the_context_are_refused(model: LoadedModel, name: str
     lengths = {"mean_prompt": 8, "mean_output": 8, name: 257}
     with pytest.raises(ConfigError, match=rf"{name}=257: tiny has a context of 512.*use at most 256"):
         make_requests(model, 3, **lengths, seed=0)
-
-
-def test_arriving_changes_nothing_but_the_arrivals(model: LoadedModel) -> None:
-    """Same ids, prompts and limits, in the same order."""
-    work = make_requests(model, 3, 8, 4, 0)
-    later = arriving(work, [1.0, 2.0, 3.0])
-    assert [one.arrival for one in later] == [1.0, 2.0, 3.0]
-    assert [(one.id, one.prompt, one.params) for one in later] == [(one.id, one.prompt, one.params) for one in work]
 
 
 def test_every_refusal_is_ours(model: LoadedModel, tmp_path: Path) -> None:

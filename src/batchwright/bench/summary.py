@@ -4,19 +4,15 @@ Every number is defined where it is declared, because the field uses the same na
 cannot be computed is None, never zero and never NaN: a run without a first token has no TTFT. Clocks start at
 a request's *arrival*, so time spent queueing before the engine, or before the client could send, is included.
 Percentiles interpolate linearly between the two closest ranks (numpy's default, Hyndman-Fan type 7).
-Costs one pass over the rows of all steps and one sort per distribution.
+Costs a few passes over the rows of all steps, a sort of the steps and one of each distribution's values.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from batchwright.records import FinishReason, RequestRecord, RowRecord, StepRecord
-
-COMPLETED: Final[frozenset[FinishReason]] = frozenset({"stop", "length"})
-"""The ends that a client wanted; every other reason is a request that was lost."""
+from batchwright.records import RequestRecord, RowRecord, StepRecord, row_kinds
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +47,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         padding_waste: dummy positions in rows that also compute something / all positions executed.
         dead_row_waste: dead rows / rows executed, over decode steps. A dead row is executed for no request
             (`num_tokens` 0): its request ended while others of its batch went on (head-of-line loss), or the
-            batch was filled up. A decode step is one in which no row reads a prompt.
+            batch was filled up. A decode step is one without a prefill row (`records.row_kinds`).
         position_waste: dummy positions, in live and dead rows, / all positions executed.
         batch_mean, batch_max: live rows per step.  batch_mean_in_time: the same, weighted by the steps' durations.
         num_steps, num_failed_steps.
@@ -111,17 +107,18 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
 
 def summarize(requests: Sequence[RequestRecord], steps: Sequence[StepRecord]) -> Summary:
     """The numbers of one run. `requests` and `steps` are that run's alone, in any order."""
-    completed = [request for request in requests if request.finish_reason in COMPLETED]
-    lost = Counter(request.finish_reason for request in requests if request.finish_reason not in COMPLETED)
+    completed = [request for request in requests if request.is_completed]
+    lost = Counter(request.finish_reason for request in requests if not request.is_completed)
     num_output = sum(request.num_output for request in completed)
     num_prompt = sum(request.num_prompt for request in completed)
     makespan = _makespan(requests)
+    steps = sorted(steps, key=lambda step: (step.started, step.id))
     time_in_steps = _covered(requests, steps)
     done = [step for step in steps if step.failed is None]
     rows = [row for step in done for row in step.rows]
     num_positions = sum(row.num_tokens + row.padding for row in rows)
-    decode_rows = list(_decode_rows(requests, done))
-    sizes = [_num_live(step) for step in done]
+    decode_rows = list(_decode_rows(requests, steps))
+    sizes = [step.num_live for step in done]
     reserved = [step.pages_held * step.page_size for step in done]
     stored = [step.tokens_stored for step in done]
     return Summary(
@@ -132,10 +129,10 @@ def summarize(requests: Sequence[RequestRecord], steps: Sequence[StepRecord]) ->
         num_completed=len(completed),
         num_lost=lost.total(),
         lost_by_reason=dict(sorted(lost.items())),
-        ttft=_spread(_defined(_ttft, requests)),
-        tpot=_spread(_defined(_tpot, requests)),
+        ttft=_spread(_defined(request.ttft for request in requests)),
+        tpot=_spread(_defined(map(_tpot, requests))),
         itl=_spread(_gaps(requests)),
-        latency=_spread(request.finished - request.arrival for request in completed),
+        latency=_spread(_defined(request.latency for request in requests)),
         queue_time=_spread(request.started - request.arrival for request in requests if request.started is not None),
         num_cached=sum(request.num_cached for request in requests),
         num_preempted=sum(request.num_preempted for request in requests),
@@ -171,13 +168,7 @@ def goodput(requests: Sequence[RequestRecord], slo: Slo) -> Goodput:
 
 def percentile(values: Sequence[float], share: float) -> float | None:
     """The value below which `share` (0 to 1) of `values` lies, linear between closest ranks; None if there are none."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    position = share * (len(ordered) - 1)
-    below = min(int(position), len(ordered) - 1)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+    return _at_share(sorted(values), share) if values else None
 
 
 def _makespan(requests: Sequence[RequestRecord]) -> float | None:
@@ -187,32 +178,22 @@ def _makespan(requests: Sequence[RequestRecord]) -> float | None:
 
 
 def _covered(requests: Sequence[RequestRecord], steps: Sequence[StepRecord]) -> float:
-    """Length of the union of the steps' intervals (steps in flight overlap), cut to the makespan."""
+    """Length of the union of the steps' intervals (steps in flight overlap), cut to the makespan; `steps` by start."""
     first = min((request.arrival for request in requests), default=float("-inf"))
     last = max((request.finished for request in requests), default=float("inf"))
     covered, reached = 0.0, first
-    for step in sorted(steps, key=lambda step: step.started):
+    for step in steps:
         end = min(step.finished, last)
         covered += max(0.0, end - max(step.started, reached))
         reached = max(reached, end)
     return covered
 
 
-def _decode_rows(requests: Sequence[RequestRecord], steps: Iterable[StepRecord]) -> Iterable[RowRecord]:
-    """The rows of the steps in which no row reads a prompt."""
-    num_prompt = {request.id: request.num_prompt for request in requests}
-    for step in steps:
-        live = [row for row in step.rows if row.num_tokens]
-        if all(row.samples and row.start >= num_prompt.get(row.request_id or "", 1) for row in live):
+def _decode_rows(requests: Sequence[RequestRecord], steps: Sequence[StepRecord]) -> Iterable[RowRecord]:
+    """The rows of the steps, by start, that did not fail and in which no row is prefill."""
+    for step, kinds in zip(steps, row_kinds(requests, steps), strict=True):
+        if step.failed is None and "prefill" not in kinds:
             yield from step.rows
-
-
-def _num_live(step: StepRecord) -> int:
-    return sum(1 for row in step.rows if row.num_tokens)
-
-
-def _ttft(request: RequestRecord) -> float | None:
-    return request.token_times[0] - request.arrival if request.token_times else None
 
 
 def _tpot(request: RequestRecord) -> float | None:
@@ -227,26 +208,38 @@ def _gaps(requests: Iterable[RequestRecord]) -> Iterable[float]:
 
 
 def _meets(request: RequestRecord, slo: Slo) -> bool:
-    if request.finish_reason not in COMPLETED:
+    if request.latency is None:
         return False
-    ttft, tpot = _ttft(request), _tpot(request)
+    ttft, tpot = request.ttft, _tpot(request)
     return (
         (slo.ttft is None or (ttft is not None and ttft <= slo.ttft))
         and (slo.tpot is None or tpot is None or tpot <= slo.tpot)
-        and (slo.latency is None or request.finished - request.arrival <= slo.latency)
+        and (slo.latency is None or request.latency <= slo.latency)
     )
 
 
-def _defined(measure: Callable[[RequestRecord], float | None], requests: Iterable[RequestRecord]) -> Iterable[float]:
-    return (value for request in requests if (value := measure(request)) is not None)
+def _defined(values: Iterable[float | None]) -> Iterable[float]:
+    return (value for value in values if value is not None)
 
 
 def _spread(values: Iterable[float]) -> Spread | None:
     ordered = sorted(values)
-    p50, p99 = percentile(ordered, 0.5), percentile(ordered, 0.99)
-    if p50 is None or p99 is None:
+    if not ordered:
         return None
-    return Spread(num=len(ordered), mean=sum(ordered) / len(ordered), p50=p50, p99=p99, max=ordered[-1])
+    return Spread(
+        num=len(ordered),
+        mean=sum(ordered) / len(ordered),
+        p50=_at_share(ordered, 0.5),
+        p99=_at_share(ordered, 0.99),
+        max=ordered[-1],
+    )
+
+
+def _at_share(ordered: Sequence[float], share: float) -> float:
+    position = share * (len(ordered) - 1)
+    below = min(int(position), len(ordered) - 1)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 def _ratio(part: float, whole: float | None) -> float | None:

@@ -15,7 +15,7 @@ from batchwright.cli.progress import Watch
 from batchwright.errors import MissingDependency
 from batchwright.records import write_records
 from batchwright.report.html import render
-from batchwright.studies.compare_page import page, table
+from batchwright.studies.compare_report import report, table
 from batchwright.studies.comparison import CompareSettings, Comparison, Recorded, SceneResult
 
 _DEFAULTS = CompareSettings()
@@ -28,11 +28,7 @@ def compare(
     html: Path | None = None,
     records: Path | None = None,
 ) -> None:
-    """Run the same requests one by one, in static and dynamic batches and under continuous batching.
-
-    Two scenes, one engine: all requests at once (throughput), then arriving over time (latency).
-
-    Example: batchwright compare --html compare.html --json compare.json
+    """The same requests under every strategy; the tables are printed, the rest is written where asked.
 
     Parameters
     ----------
@@ -68,7 +64,7 @@ def _write(
             file.write_bytes(msgspec.json.format(msgspec.json.encode(comparison)) + b"\n")
     if html:
         with whole(html) as file:
-            file.write_text(render(page(comparison, recorded)), encoding="utf-8")
+            file.write_text(render(report(comparison, recorded)), encoding="utf-8")
 
 
 def _study() -> Callable[[CompareSettings, Watch], tuple[Comparison, list[Recorded]]]:
@@ -88,13 +84,13 @@ def _beside(file: Path | None) -> Path | None:
 
 def _printed(scene: SceneResult) -> Table:
     """The scene's table, a line per metric; the best value of each is bold."""
-    rate = "" if scene.rate is None else f", {scene.rate:.2f} requests/s"
     numbers = table(scene)
-    printed = Table(title=f"{scene.title}{rate}", title_justify="left", title_style="bold")
+    title = ", ".join(filter(None, (scene.title, scene.offered)))
+    printed = Table(title=title, title_justify="left", title_style="bold")
     printed.add_column("")
-    for row in numbers.rows:
-        printed.add_column(row.name, justify="right")
-    for column, values in numbers.lines():
-        marked = (f"[bold green]{text}[/]" if is_best else text for text, is_best in column.printed(values))
-        printed.add_row(column.label, *marked)
+    for name in numbers.runs:
+        printed.add_column(name, justify="right")
+    for metric, values in numbers.lines:
+        marked = (f"[bold green]{text}[/]" if is_best else text for text, is_best in metric.printed(values))
+        printed.add_row(metric.label, *marked)
     return printed

@@ -1,4 +1,4 @@
-"""The command line: one small file per command, imported only when that command is called.
+"""The command line: one small file per command, imported only when that command is called; its help is therefore here.
 
 Exit codes: 0 done; 1 the command could not do what was asked (the message says what, why and what to do);
 2 the command line itself is wrong; 130 interrupted.
@@ -30,7 +30,15 @@ app = App(
     help_format="plaintext",
     default_parameter=Parameter(negative=(), consume_multiple=True, show_default=_shown),
 )
-app.command("batchwright.cli.compare:compare", name="compare")
+app.command(
+    "batchwright.cli.compare:compare",
+    name="compare",
+    help="""Run the same requests one by one, in static and dynamic batches and under continuous batching.
+
+Two scenes, one engine: all requests at once (throughput), then arriving over time (latency).
+
+Example: batchwright compare --html compare.html --json compare.json""",
+)
 
 
 def main() -> NoReturn:

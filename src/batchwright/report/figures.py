@@ -60,7 +60,7 @@ def scales_of(grids: Sequence[Grid]) -> Scales:
     return Scales(
         end=max((grid.end for grid in grids), default=0.0),
         kv_top=max(pool, held) if pool <= 1.6 * held else held,
-        queue_top=max((max(_num_live(step), step.num_waiting) for step in steps), default=0),
+        queue_top=max((max(step.num_live, step.num_waiting) for step in steps), default=0),
     )
 
 
@@ -122,7 +122,7 @@ def kv_over_time(grid: Grid, scales: Scales, name: str) -> str:
 
 def queue_over_time(grid: Grid, scales: Scales, name: str) -> str:
     """Requests running (live rows) and waiting, step by step."""
-    running = [_num_live(step) for step in grid.steps]
+    running = [step.num_live for step in grid.steps]
     waiting = [step.num_waiting for step in grid.steps]
     description = f"At most {max(running, default=0)} running and {max(waiting, default=0)} waiting."
     rise = _riser(scales.queue_top, _QUEUE_HEIGHT)
@@ -185,7 +185,7 @@ def _row_pitch(num_rows: int) -> float:
 def _hold(hold: Hold, request: RequestRecord | None, pitch: float, *, second: bool, end: float) -> str:
     height = round(pitch - 1 if pitch >= 3.5 else pitch, 2)
     rects = "".join(_cell(cell, height, end, second=second) for cell in hold.cells)
-    title = f"<title>{escape(_biography(hold, request))}</title>"
+    title = f"<title>{escape(_account(hold, request))}</title>"
     return f'<g transform="translate(0,{_trim(hold.row * pitch)})">{title}{rects}</g>'
 
 
@@ -202,7 +202,8 @@ def _rect(name: str, span: Span, y: float | None, height: float, end: float) -> 
     )
 
 
-def _biography(hold: Hold, request: RequestRecord | None) -> str:
+def _account(hold: Hold, request: RequestRecord | None) -> str:
+    """Whose hold it is, for how many steps, and how the request went."""
     first, last = hold.cells[0].span, hold.cells[-1].span
     where = f"row {hold.row + 1}, steps {int(first.first_step) + 1} to {round(last.first_step + last.num_steps)}"
     if hold.request_id is None:
@@ -401,10 +402,6 @@ def _time(seconds: float) -> str:
     if 1 <= seconds <= 600:
         return f"{seconds:.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
     return format_seconds(seconds) if seconds else "0 s"
-
-
-def _num_live(step: StepRecord) -> int:
-    return sum(1 for row in step.rows if row.num_tokens)
 
 
 def _pool(step: StepRecord) -> int:

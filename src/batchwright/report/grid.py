@@ -16,15 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from batchwright.records import RequestRecord, RowRecord, StepRecord
+from batchwright.records import RequestRecord, RowKind, RowRecord, StepRecord, row_kinds
 
-Kind = Literal["prefill", "decode", "padding", "dead", "failed"]
+Kind = RowKind | Literal["padding"]
 
 _SMALLEST_PAUSE: Final = 1 / 400
 """A pause between steps shorter than this share of the run is narrower than a line on screen, and isn't drawn."""
 
 _Occupant = tuple[str | None, int, int]
-"""Request id, its how-manieth row in the step, and, for filler rows, since which step."""
+"""Request id, number of its rows that come before in the step, and, for filler rows, since which step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,15 +162,9 @@ def _cells(
     breaks: set[int],
 ) -> Mapping[_Occupant, list[Cell]]:
     """Each occupant's cells in order; cells never reach across one of the `breaks`, steps that follow a pause."""
-    num_prompt = {request.id: request.num_prompt for request in requests}
-    recomputing: set[str | None] = set()
     cells: dict[_Occupant, list[Cell]] = {}
-    for index, (step, (start, end)) in enumerate(zip(steps, times, strict=True)):
-        recomputing.update(step.preempted)
-        for row, occupant in zip(step.rows, occupants[index], strict=True):
-            kind = _kind(row, step, num_prompt.get(row.request_id or ""), recomputing=row.request_id in recomputing)
-            if row.samples and step.failed is None:
-                recomputing.discard(row.request_id)
+    for index, (step, (start, end), kinds) in enumerate(zip(steps, times, row_kinds(requests, steps), strict=True)):
+        for row, kind, occupant in zip(step.rows, kinds, occupants[index], strict=True):
             stay = cells.setdefault(occupant, [])
             for cell in _split(kind, row, Span(index, 1, start, end)):
                 if stay and index not in breaks and _continues(stay[-1], cell):
@@ -182,17 +176,7 @@ def _cells(
     return cells
 
 
-def _kind(row: RowRecord, step: StepRecord, num_prompt: int | None, *, recomputing: bool) -> Kind:
-    """A row decodes if it samples and starts beyond the prompt, unless it computes again what a preemption took."""
-    if step.failed is not None:
-        return "failed"
-    if not row.num_tokens:
-        return "dead"
-    beyond_prompt = row.num_tokens == 1 if num_prompt is None else row.start >= num_prompt
-    return "decode" if row.samples and beyond_prompt and not recomputing else "prefill"
-
-
-def _split(kind: Kind, row: RowRecord, span: Span) -> Iterator[Cell]:
+def _split(kind: RowKind, row: RowRecord, span: Span) -> Iterator[Cell]:
     """The useful share of a cell, then its padded share."""
     if kind in ("dead", "failed") or not row.padding:
         yield Cell(kind, span)

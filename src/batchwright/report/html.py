@@ -1,4 +1,4 @@
-"""The report of a comparison: one HTML file that opens anywhere, without a network, now and in ten years.
+"""The report of a comparison: one HTML file that opens in any browser, without a network.
 
 It takes records and a ready-made table, and decides only how they look. One figure per run (the rows-by-steps
 grid over its KV cache and its queue), one pair of latency distributions and one table per scene. A run keeps
@@ -16,7 +16,7 @@ from batchwright.records import RequestRecord, StepRecord
 from batchwright.report import figures
 from batchwright.report.figures import Curve, Scales
 from batchwright.report.grid import Grid, lay_out
-from batchwright.report.table import Column, Table, Value
+from batchwright.report.table import Metric, Table, Value
 from batchwright.units import format_tokens
 
 _NUM_STYLES: Final = 6
@@ -44,7 +44,7 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class Report:
     """A whole report. `facts`: what one must know to repeat it (machine, model, versions, seed), label and value."""
 
     title: str
@@ -53,25 +53,25 @@ class Page:
     scenes: Sequence[Scene]
 
 
-def render(page: Page) -> str:
-    """`page` as one self-contained HTML file."""
-    styles = _styles(page)
-    scenes = "".join(_scene(scene, number, styles) for number, scene in enumerate(page.scenes, start=1))
+def render(report: Report) -> str:
+    """`report` as one self-contained HTML file."""
+    styles = _styles(report)
+    scenes = "".join(_scene(scene, number, styles) for number, scene in enumerate(report.scenes, start=1))
     return (
         '<!doctype html>\n<html lang="en" data-axis="common">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(page.title)}</title>\n<style>\n{_asset('page.css')}</style>\n</head>\n<body>\n"
-        f"{_asset('patterns.svg')}<header>\n<h1>{escape(page.title)}</h1>\n"
-        f'<p class="subtitle">{escape(page.subtitle)}</p>\n{_facts(page.facts)}</header>\n<main>\n'
-        f"{_legend(page.scenes)}{scenes}{_definitions(page.scenes)}</main>\n"
+        f"<title>{escape(report.title)}</title>\n<style>\n{_asset('page.css')}</style>\n</head>\n<body>\n"
+        f"{_asset('patterns.svg')}<header>\n<h1>{escape(report.title)}</h1>\n"
+        f'<p class="subtitle">{escape(report.subtitle)}</p>\n{_facts(report.facts)}</header>\n<main>\n'
+        f"{_legend(report.scenes)}{scenes}{_definitions(report.scenes)}</main>\n"
         f"<script>\n{_asset('page.js')}</script>\n</body>\n</html>\n"
     )
 
 
-def _styles(page: Page) -> dict[str, str]:
+def _styles(report: Report) -> dict[str, str]:
     """A class per run name, in the order of first appearance; with more names than styles they repeat."""
-    names = dict.fromkeys(run.name for scene in page.scenes for run in scene.runs)
+    names = dict.fromkeys(run.name for scene in report.scenes for run in scene.runs)
     return {name: f"s{index % _NUM_STYLES}" for index, name in enumerate(names)}
 
 
@@ -132,12 +132,13 @@ def _distributions(scene: Scene, styles: dict[str, str]) -> str:
         return ""
     keys = "".join(f"<li>{_mark(styles[run.name])}{escape(run.name)}</li>" for run in scene.runs)
     first, whole = "Time to first token", "Time to last token"
+    ttft = figures.distribution(first, _curves(scene, styles, lambda request: request.ttft))
+    latency = figures.distribution(whole, _curves(scene, styles, lambda request: request.latency))
     return (
         '<figure class="distributions"><figcaption><h3>How long requests took</h3><p class="note">The share of '
         "requests that were at most so slow, from arrival; further left is faster. A dot marks the median. A curve "
         f'that ends below 100% lost requests.</p><ul class="keys">{keys}</ul></figcaption>\n<div class="pair">'
-        f"<div><h4>{first}</h4>{figures.distribution(first, _curves(scene, styles, _ttft))}</div>\n"
-        f"<div><h4>{whole}</h4>{figures.distribution(whole, _curves(scene, styles, _latency))}</div></div></figure>\n"
+        f"<div><h4>{first}</h4>{ttft}</div>\n<div><h4>{whole}</h4>{latency}</div></div></figure>\n"
     )
 
 
@@ -153,36 +154,26 @@ def _curves(scene: Scene, styles: dict[str, str], measure: Callable[[RequestReco
     ]
 
 
-def _ttft(request: RequestRecord) -> float | None:
-    return request.token_times[0] - request.arrival if request.token_times else None
-
-
-def _latency(request: RequestRecord) -> float | None:
-    return request.finished - request.arrival if request.finish_reason in ("stop", "length") else None
-
-
 def _table(table: Table, styles: dict[str, str]) -> str:
-    if not table.rows or not table.columns:
+    if not table.runs or not table.lines:
         return ""
-    heads = "".join(
-        f'<th scope="col">{_mark(styles.get(row.name, "none"))}{escape(row.name)}</th>' for row in table.rows
-    )
-    lines = "".join(_line(column, values) for column, values in table.lines())
+    heads = "".join(f'<th scope="col">{_mark(styles.get(name, "none"))}{escape(name)}</th>' for name in table.runs)
+    lines = "".join(_line(metric, values) for metric, values in table.lines)
     return (
         f'<div class="table"><table><thead><tr><td></td>{heads}</tr></thead>\n<tbody>{lines}</tbody></table></div>\n'
         '<p class="under">Best values are bold. What each line means is defined at the end.</p>\n'
     )
 
 
-def _line(column: Column, values: Sequence[Value]) -> str:
+def _line(metric: Metric, values: Sequence[Value]) -> str:
     cells = "".join(
-        f"<td>{f'<b>{escape(text)}</b>' if is_best else escape(text)}</td>" for text, is_best in column.printed(values)
+        f"<td>{f'<b>{escape(text)}</b>' if is_best else escape(text)}</td>" for text, is_best in metric.printed(values)
     )
-    return f'<tr><th scope="row" title="{escape(column.definition)}">{escape(column.label)}</th>{cells}</tr>\n'
+    return f'<tr><th scope="row" title="{escape(metric.definition)}">{escape(metric.label)}</th>{cells}</tr>\n'
 
 
 def _definitions(scenes: Iterable[Scene]) -> str:
-    defined = {column.label: column.definition for scene in scenes for column in scene.table.columns}
+    defined = {metric.label: metric.definition for scene in scenes for metric, _ in scene.table.lines}
     pairs = "".join(
         f"<div><dt>{escape(label)}</dt><dd>{escape(definition)}</dd></div>" for label, definition in defined.items()
     )
@@ -214,9 +205,10 @@ _LEGEND: Final = (
     f"token per step; {_named('e', 'a second', strong=False)} tint tells where the next request has taken the row "
     f"over. {_named('g', 'Padding')} is dummy work that makes short prompts as long as the longest of their batch. A "
     f"{_named('x', 'dead')} row’s request has ended, but the row is executed on because others of its batch aren’t "
-    f"done. An {_named('n', 'empty')} row is held by nobody while a step runs and costs nothing; where the paper is "
-    "bare, no step runs. The shares above a grid are of all that was executed, in rows × time. Below it, on the same "
-    "axis: how much of the KV cache is held and how much of that stores tokens, and how many requests run and wait. "
+    f"done. An {_named('n', 'empty')} row is held by nobody while a step runs and costs nothing; where nothing "
+    "is drawn, no step runs. The shares above a grid are of all that was executed, in rows × time. Below it, on the "
+    "same axis: how much of the KV cache is held and how much of that stores tokens, and how many requests run "
+    "and wait. "
 )
 _LEGEND_OF_FAILED: Final = f"In a {_named('f', 'failed')} step nothing that was computed counts. "
 _LEGEND_END: Final = '<span class="hover">Point at a row, or tap it, to see whose it is.</span></p></section>\n'

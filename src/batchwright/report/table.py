@@ -1,4 +1,7 @@
-"""A table of metrics by runs, as data: printed on a terminal and in the report alike."""
+"""A table of metrics by runs, as data: printed on a terminal and in the report alike.
+
+One line per metric and one value per run, so that it fits a phone.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +14,11 @@ Value = float | int | str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """One metric. `definition` says exactly what it is; `format` is a Python format spec for numbers (`".1%"`).
+class Metric:
+    """What a line of a table shows. `definition` says exactly what that is.
 
-    `better` says which value is marked as the best, None marks none.
+    `format` is a Python format spec for numbers (`".1%"`). `better` says which value is marked as the best, None
+    marks none.
     """
 
     label: str
@@ -44,29 +48,17 @@ _NOTHING = "–"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """The values of one run, as many as there are columns. `name` is the run's."""
-
-    name: str
-    values: Sequence[Value]
-
-
-@dataclass(frozen=True, slots=True)
 class Table:
-    """Metrics by runs, to be printed with one line per metric, so that it fits a phone. Raises ConfigError."""
+    """Metrics by runs. `runs`: their names; `lines`: each metric with its value for each run. Raises ConfigError."""
 
-    columns: Sequence[Column]
-    rows: Sequence[Row]
+    runs: Sequence[str]
+    lines: Sequence[tuple[Metric, Sequence[Value]]]
 
     def __post_init__(self) -> None:
-        for row in self.rows:
-            if len(row.values) != len(self.columns):
+        for metric, values in self.lines:
+            if len(values) != len(self.runs):
                 raise ConfigError(
-                    f"make a table with the row {row.name!r}",
-                    f"it has {len(row.values)} values for {len(self.columns)} columns",
-                    "give one value per column, None where there is none",
+                    f"make a table with the line {metric.label!r}",
+                    f"it has {len(values)} values for {len(self.runs)} runs",
+                    "give one value per run, None where there is none",
                 )
-
-    def lines(self) -> list[tuple[Column, list[Value]]]:
-        """Each metric with its values, in the order of the rows."""
-        return [(column, [row.values[index] for row in self.rows]) for index, column in enumerate(self.columns)]

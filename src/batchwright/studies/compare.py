@@ -7,8 +7,9 @@ products were measured to do in the same time.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Protocol
 
 import msgspec
@@ -23,10 +24,9 @@ from batchwright.policy.continuous import Continuous, ContinuousSettings
 from batchwright.policy.dynamic import DynamicSettings, dynamic
 from batchwright.policy.pages import Memory
 from batchwright.policy.static import one_by_one, static
-from batchwright.policy.types import Scheduler, StepPlan
+from batchwright.policy.types import Refused, Request, Scheduler
 from batchwright.records import RequestRecord
 from batchwright.serve.engine import Engine, default_memory
-from batchwright.serve.executor import RowResult
 from batchwright.serve.sampling import SamplingParams
 from batchwright.serve.weights import LoadedModel, load
 from batchwright.studies.comparison import (
@@ -36,13 +36,17 @@ from batchwright.studies.comparison import (
     SceneResult,
     Strategy,
     StrategyRun,
+    run_name,
 )
+from batchwright.studies.drive import drive
 from batchwright.studies.roofline import measure_hardware
-from batchwright.studies.workload import Work, arriving, make_requests, read_requests, replay_trace
+from batchwright.studies.workload import Work, Workload, make_requests, read_requests, replay_trace
 from batchwright.traffic import poisson
 from batchwright.units import format_bytes
 
-_WARM_UP_LENGTHS = (1, 3, 9, 40, 150)
+_WARM_UP_LENGTHS = (150, 40, 9, 3)
+_WARM_UP_ROWS = 32
+_DEFAULT_LOAD = 0.7
 
 
 class Watcher(Protocol):
@@ -68,17 +72,18 @@ def compare(
     watcher.begin(f"loading {settings.model}", 0)
     model = load(settings.model, getattr(torch, settings.dtype), settings.device)
     memory = _memory(settings, model)
-    work = _admitted(_work(settings, model), model, memory, settings)
-    _check_rate(settings, work)
+    workload = _workload(settings, model)
+    work = _admitted(workload.work, model, memory, settings)
+    _check_rate(settings, workload.arrivals)
     if hardware is None:
         watcher.begin("measuring the machine's roofline", 0)
         hardware = measure_hardware(settings.device, settings.dtype)
     _check_pool(model, memory, hardware)
     bench = _Bench(settings, model, memory, hardware, watcher)
     bench.warm_up()
-    scenes = [bench.scene("all at once", _ALL_AT_ONCE, arriving(work, [0.0] * len(work)), None)]
-    rate = _offered_rate(settings, work, scenes[0])
-    scenes.append(bench.scene("arriving over time", _OVER_TIME, *_arrivals(settings, work, rate)))
+    at_once = bench.scene("all at once", _ALL_AT_ONCE, work, [0.0] * len(work), None)
+    arrivals, rate = _arrivals(settings, workload, at_once)
+    over_time = bench.scene("arriving over time", _OVER_TIME, work, arrivals, rate)
     comparison = Comparison(
         settings=msgspec.to_builtins(settings, enc_hook=str),
         hardware=hardware,
@@ -89,7 +94,7 @@ def compare(
         num_output_tokens=sum(one.params.max_tokens for one in work),
         versions=_versions(),
         seconds=time.perf_counter() - began,
-        scenes=tuple(scenes),
+        scenes=(at_once, over_time),
     )
     return comparison, bench.recorded
 
@@ -116,19 +121,32 @@ class _Bench:
         self._hardware, self._watcher = hardware, watcher
 
     def warm_up(self) -> None:
-        """Kernels choose their code on the first call for a shape; no strategy should pay for another."""
-        self._watcher.begin("warming up", 0)
-        prompts = [[1] * length for length in _WARM_UP_LENGTHS for _ in range(4)]
-        self._engine("continuous", "warm-up").generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
+        """Kernels choose their code at the first call for a number of rows, which no strategy should pay for another.
 
-    def scene(self, title: str, what: str, work: Sequence[Work], rate: float | None) -> SceneResult:
-        runs = [self._run(strategy, title, work) for strategy in self._settings.strategies]
+        So a few prompts and decode steps of every number of rows run first, from as many as will be used, but at most
+        `_WARM_UP_ROWS`, down to one; then two unlike requests under each strategy, whose batches have padding and dead
+        rows. Takes about a second.
+        """
+        self._watcher.begin("warming up", 0)
+        num_rows = min(max(self._settings.batch_size, self._settings.max_rows), _WARM_UP_ROWS)
+        memory = replace(self._memory, num_pages=min(self._memory.num_pages, 4 * num_rows))  # quickly allocated
+        settings = ContinuousSettings(max_rows=num_rows)
+        lengths = (*_WARM_UP_LENGTHS, *([1] * num_rows))[:num_rows]
+        engine = Engine(self._model, lambda memory: Continuous(memory, settings), memory=memory, run="warm-up")
+        engine.generate([[1] * length for length in lengths], [_forced(row + 1) for row in range(num_rows)])
+        for strategy in self._settings.strategies:
+            self._engine(strategy, memory, "warm-up").generate([[1] * 3, [1] * 9], [_forced(3), _forced(1)])
+
+    def scene(
+        self, title: str, what: str, work: Sequence[Work], arrivals: Sequence[float], rate: float | None
+    ) -> SceneResult:
+        runs = [self._run(strategy, title, work, arrivals) for strategy in self._settings.strategies]
         return SceneResult(title=title, what=what, rate=rate, runs=tuple(runs))
 
-    def _run(self, strategy: Strategy, title: str, work: Sequence[Work]) -> StrategyRun:
-        self._watcher.begin(f"{title}: {strategy}", sum(one.params.max_tokens for one in work))
-        engine = self._engine(strategy, f"{title}/{strategy}")
-        drive(engine, work, self._watcher.advance)
+    def _run(self, strategy: Strategy, scene: str, work: Sequence[Work], arrivals: Sequence[float]) -> StrategyRun:
+        self._watcher.begin(f"{scene}: {strategy}", sum(one.params.max_tokens for one in work))
+        engine = self._engine(strategy, self._memory, run_name(scene, strategy))
+        drive(engine, work, arrivals, self._watcher.advance)
         requests, steps = engine.recorder.requests, engine.recorder.steps
         self.recorded.append(Recorded(engine.recorder.run, requests, steps))
         summary = summarize(requests, steps)
@@ -143,72 +161,38 @@ class _Bench:
             roofline_share=share,
         )
 
-    def _engine(self, strategy: Strategy, run: str) -> Engine:
-        return Engine(
-            self._model, lambda memory: _scheduler(strategy, memory, self._settings), memory=self._memory, run=run
-        )
-
-
-def drive(engine: Engine, work: Sequence[Work], on_tokens: Callable[[int], None]) -> None:
-    """Submit each request when it arrives, in real time, and run until all have ended. `work` is sorted by arrival.
-
-    `on_tokens` is told how many output tokens there are so far.
-    """
-    waiting = list(reversed(work))
-    origin, num_tokens = engine.recorder.restart(engine.now()), 0
-    while waiting or engine.num_live:
-        while waiting and origin + (waiting[-1].arrival or 0.0) <= engine.now():
-            one = waiting.pop()
-            engine.submit(one.prompt, one.params, request_id=one.id, arrival=origin + (one.arrival or 0.0))
-            if not waiting:
-                engine.flush()
-        outputs = engine.step()
-        if outputs is None:
-            _sleep_until(engine, origin + (waiting[-1].arrival or 0.0) if waiting else None)
-        else:
-            num_tokens += sum(output.token is not None for output in outputs)
-            on_tokens(num_tokens)
-
-
-def _sleep_until(engine: Engine, next_arrival: float | None) -> None:
-    times = [moment for moment in (next_arrival, engine.wakeup()) if moment is not None]
-    assert times, "nothing can run, and nothing is awaited"
-    time.sleep(max(0.0, min(times) - engine.now()))
-
-
-class _Unused:
-    """An executor for an engine that only says what it would admit: no pages are allocated for it."""
-
-    def add(self, request_id: str, tokens: Sequence[int], params: SamplingParams) -> None:
-        pass
-
-    def remove(self, request_id: str) -> None:
-        pass
-
-    def execute(self, plan: StepPlan) -> list[RowResult]:
-        raise AssertionError(plan)
+    def _engine(self, strategy: Strategy, memory: Memory, run: str) -> Engine:
+        return Engine(self._model, lambda memory: _scheduler(strategy, memory, self._settings), memory=memory, run=run)
 
 
 def _admitted(work: Sequence[Work], model: LoadedModel, memory: Memory, settings: CompareSettings) -> list[Work]:
     """`work` with the output lengths that context and pool leave it. Raises RequestError for what can never run."""
     num_pages = min(memory.num_pages, memory.pages_for(memory.context))  # more would make no difference to one request
-    memory = Memory(num_pages, memory.page_size, memory.context)
-    engine = Engine(model, one_by_one, memory=memory, executor=lambda _decoder, _memory: _Unused(), run="check")
+    scheduler = one_by_one(replace(memory, num_pages=num_pages))
+    can_scale = settings.trace is not None and not settings.scale_lengths
+    admitted = []
     for one in work:
-        try:
-            engine.abort(engine.submit(one.prompt, one.params))
-        except RequestError as error:
-            asked = f"run the request {one.id}, {len(one.prompt):,} tokens long"
-            can_scale = settings.trace is not None and not settings.scale_lengths
-            remedy = f"{error.remedy}, or scale the trace's lengths (scale_lengths)" if can_scale else error.remedy
-            raise RequestError(asked, error.fact, remedy) from error
-    limits = (record.max_tokens for record in engine.recorder.requests)
-    return [replace(one, params=replace(one.params, max_tokens=limit)) for one, limit in zip(work, limits, strict=True)]
+        asked = f"run the request {one.id}, {len(one.prompt):,} tokens long"
+        _check_ids(one.prompt, model.decoder.shape.vocab, asked)
+        answer = scheduler.add(Request(one.id, len(one.prompt), one.params.max_tokens), now=0.0)
+        if isinstance(answer, Refused):
+            remedy = f"{answer.remedy}, or scale the trace's lengths (scale_lengths)" if can_scale else answer.remedy
+            raise RequestError(asked, answer.fact, remedy)
+        scheduler.abort(one.id, now=0.0)
+        admitted.append(replace(one, params=replace(one.params, max_tokens=answer.max_tokens)))
+    return admitted
 
 
-def _check_rate(settings: CompareSettings, work: Sequence[Work]) -> None:
+def _check_ids(prompt: Sequence[int], vocabulary: int, asked: str) -> None:
+    wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        fact = f"its prompt holds {wrong}; token ids are integers from 0 to {vocabulary - 1}"
+        raise RequestError(asked, fact, "encode the prompt with this model's tokenizer")
+
+
+def _check_rate(settings: CompareSettings, recorded: Sequence[float] | None) -> None:
     """Recorded arrivals can be stretched to a rate only if they have one."""
-    if (settings.rate or settings.load) and work[0].arrival is not None and not work[-1].arrival:
+    if (settings.rate or settings.load) and recorded is not None and not recorded[-1]:
         asked = f"offer {settings.rate:g} requests/s" if settings.rate else f"offer a load of {settings.load:g}"
         fact = "the source's requests all arrive at the same time, so there is nothing to stretch"
         raise ConfigError(asked, fact, "leave it out, or leave the arrivals out of the requests")
@@ -244,44 +228,54 @@ def _note(strategy: Strategy, settings: CompareSettings) -> str:
         "one-by-one": "each request alone, from its first token to its last",
         "static": f"fixed groups of {settings.batch_size}, each run to its end",
         "dynamic": f"groups of up to {settings.batch_size}, which leave after {settings.max_queue_delay:g} s at most",
-        "continuous": f"up to {settings.max_rows} rows, refilled at every step; {settings.token_budget} tokens a step",
+        "continuous": f"up to {settings.max_rows} rows, refilled at every step; {settings.token_budget} tokens a step, "
+        "prefixes reused",
     }[strategy]
 
 
-def _work(settings: CompareSettings, model: LoadedModel) -> list[Work]:
+def _workload(settings: CompareSettings, model: LoadedModel) -> Workload:
     if settings.requests is not None:
         return read_requests(settings.requests, model)
     if settings.trace is not None:
         context = min(model.decoder.shape.context, _SCALED_CONTEXT) if settings.scale_lengths else None
         return replay_trace(settings.trace, model, settings.num_requests, max_context=context, seed=settings.seed)
-    return make_requests(model, settings.num_requests, settings.mean_prompt, settings.mean_output, settings.seed)
+    made = make_requests(model, settings.num_requests, settings.mean_prompt, settings.mean_output, settings.seed)
+    return Workload(made)
 
 
 _SCALED_CONTEXT = 1024
 """What `scale_lengths` fits a trace's longest request into, or the model's context if that is shorter."""
 
 
-def _offered_rate(settings: CompareSettings, work: Sequence[Work], measured: SceneResult) -> float | None:
-    """Requests/s to offer in the second scene; None for the source's own arrivals, as they are."""
+def _arrivals(
+    settings: CompareSettings, workload: Workload, at_once: SceneResult
+) -> tuple[Sequence[float], float | None]:
+    """When requests come in the second scene, and the rate at which they do, None if all come at the same time.
+
+    Arrivals that the source has stay as they are unless a rate or a load is asked for.
+    """
+    recorded, num_requests = workload.arrivals, len(workload.work)
+    if recorded is None:
+        rate = _asked_rate(settings, num_requests, at_once)
+        return list(islice(poisson(rate, settings.seed), num_requests)), rate
+    own_rate = (num_requests - 1) / recorded[-1] if recorded[-1] else None
+    if own_rate is None or (settings.rate is None and settings.load is None):
+        return recorded, own_rate
+    rate = _asked_rate(settings, num_requests, at_once)
+    return [arrival * own_rate / rate for arrival in recorded], rate
+
+
+def _asked_rate(settings: CompareSettings, num_requests: int, at_once: SceneResult) -> float:
+    """Requests/s as given, or a share of what continuous batching, else the fastest, managed in the first scene."""
     if settings.rate is not None:
         return settings.rate
-    if settings.load is None and work[0].arrival is not None:
-        return None
-    spans = {run.strategy: run.summary.makespan for run in measured.runs if run.summary.makespan}
+    spans = {run.strategy: run.summary.makespan for run in at_once.runs if run.summary.makespan}
     span = spans.get("continuous") or min(spans.values())
-    return (settings.load or 0.7) * len(work) / span
+    return (settings.load or _DEFAULT_LOAD) * num_requests / span
 
 
-def _arrivals(settings: CompareSettings, work: Sequence[Work], rate: float | None) -> tuple[list[Work], float | None]:
-    """`work` as it arrives, and the rate at which it does."""
-    if work[0].arrival is None:
-        assert rate is not None
-        return arriving(work, poisson(rate, settings.seed)), rate
-    recorded = [one.arrival or 0.0 for one in work]
-    own_rate = (len(work) - 1) / recorded[-1] if recorded[-1] else None
-    if rate is None or own_rate is None:
-        return list(work), own_rate
-    return arriving(work, [arrival * own_rate / rate for arrival in recorded]), rate
+def _forced(num_output: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_output, ignore_eos=True)
 
 
 def _useful_flops(shape: ModelShape, request: RequestRecord) -> int:

@@ -134,6 +134,11 @@ class SceneResult(msgspec.Struct, frozen=True, kw_only=True):
     rate: float | None
     runs: tuple[StrategyRun, ...]
 
+    @property
+    def offered(self) -> str:
+        """The rate in words, nothing where there is none."""
+        return "" if self.rate is None else f"{self.rate:.2f} requests/s"
+
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """The result of `compare`. `settings` as given; `versions` of what computed it."""
@@ -152,8 +157,13 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The records of one strategy in one scene (`run` is "scene/strategy")."""
+    """The records of one strategy in one scene; `run` is their `run_name`."""
 
     run: str
     requests: Sequence[RequestRecord]
     steps: Sequence[StepRecord]
+
+
+def run_name(scene: str, strategy: str) -> str:
+    """What the records of a strategy in the scene of that title are called."""
+    return f"{scene}/{strategy}"

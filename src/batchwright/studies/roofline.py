@@ -1,8 +1,8 @@
 """What this machine really does: matrix-product FLOP/s and memory bandwidth, measured in about two seconds.
 
 The result is a `Hardware` like the table's, with the measurement as its source, so whoever prices work need not
-care which it got. FLOP/s is the best repeat over a few square sizes, on a CPU also over plain and oneDNN-prepacked
-weights, because neighbours can only slow a product down; bandwidth is the median of sums over a buffer several
+care which it got. FLOP/s is the best repeat over a few square sizes, because neighbours can only slow a product down,
+of `F.linear` and, on a CPU, of the layer that serves models; bandwidth is the median of sums over a buffer several
 times the last-level cache. Both are what PyTorch reaches here and now, hence below vendors' peaks.
 """
 
@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from batchwright.errors import ConfigError, InputError
 from batchwright.facts.hardware import Fact, Hardware
+from batchwright.serve.linear import Linear
 from batchwright.units import format_bandwidth, format_bytes, format_flops_per_second
 
 MeasurableDtype = Literal["float32", "bfloat16", "float16"]
@@ -122,23 +123,10 @@ def _measure_flops(device: torch.device, dtype: MeasurableDtype, seconds: float,
 def _products(device: torch.device, dtype: torch.dtype, size: int) -> Iterator[_Product]:
     weight = torch.randn(size, size, device=device, dtype=dtype)
     x = torch.randn(size, size, device=device, dtype=dtype)
-    yield _Product(size, "plain weight", lambda: F.linear(x, weight))
-    if device.type == "cpu" and _can_prepack(dtype):
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, size)  # noqa: SLF001
-        pointwise = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
-        yield _Product(size, "oneDNN prepacked weight", lambda: pointwise(x, packed, None, "none", [], ""))
-
-
-def _can_prepack(dtype: torch.dtype) -> bool:
-    """Whether oneDNN's operators, private to PyTorch, are in this build and do this dtype on this CPU."""
-    ops = torch.ops.mkldnn
-    if not torch.backends.mkldnn.is_available() or not hasattr(ops, "_linear_pointwise"):
-        return False
-    if dtype is torch.bfloat16:
-        return bool(ops._is_mkldnn_bf16_supported())  # noqa: SLF001
-    if dtype is torch.float16:
-        return bool(ops._is_mkldnn_fp16_supported())  # noqa: SLF001
-    return True
+    yield _Product(size, "F.linear", lambda: F.linear(x, weight))
+    if device.type == "cpu":
+        packed = Linear(weight)
+        yield _Product(size, "serve's Linear", lambda: packed(x))
 
 
 def _measure_bandwidth(device: torch.device, seconds: float, report: Progress) -> Fact:

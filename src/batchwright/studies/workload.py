@@ -5,8 +5,9 @@ replayed requests have a forced length (`ignore_eos`), so that every strategy do
 """
 
 from codecs import BOM_UTF8
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from pydoc_data.topics import topics
 from zlib import crc32
@@ -23,12 +24,19 @@ MAX_LINE_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One request to run. `arrival`: seconds from the first one's, None where the source does not say."""
+    """One request to run."""
 
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
-    arrival: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in order of arrival. `arrivals`: of each, in seconds from the first; None if the source has none."""
+
+    work: Sequence[Work]
+    arrivals: Sequence[float] | None = None
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
@@ -41,32 +49,33 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
     ignore_eos: bool = False
 
 
-def read_requests(path: Path, model: LoadedModel) -> list[Work]:
+def read_requests(path: Path, model: LoadedModel) -> Workload:
     """The requests of a JSON lines file, by arrival: prompt or ids, max_tokens, arrival (s), ignore_eos.
 
     Arrivals may be on any clock. Raises InputError, with the line number.
     """
-    work = []
+    work, arrivals = [], []
     try:
         for number, line in enumerate(_lines(path), start=1):
             if line.strip():
-                work.append(_parsed(line, f"read {path}, line {number}", f"line-{number}", model))
+                one, arrival = _parsed(line, f"read {path}, line {number}", f"line-{number}", model)
+                work.append(one)
+                arrivals += [] if arrival is None else [arrival]
     except OSError as error:
         raise InputError(
             f"read requests from {path}", str(error.strerror), "give a readable JSON lines file"
         ) from error
     if not work:
         raise InputError(f"read requests from {path}", "it holds none", "give at least one line")
-    known = sum(one.arrival is not None for one in work)
-    if known not in (0, len(work)):
-        fact = f"{known} of {len(work)} lines have an arrival"
+    if not arrivals:
+        return Workload(work)
+    if len(arrivals) < len(work):
+        fact = f"{len(arrivals)} of {len(work)} lines have an arrival"
         raise InputError(f"read requests from {path}", fact, "give all of them one, or none")
-    return _from_zero(sorted(work, key=lambda one: one.arrival or 0.0))
+    return _by_arrival(work, arrivals)
 
 
-def replay_trace(
-    path: Path, model: LoadedModel, num_requests: int, *, max_context: int | None, seed: int
-) -> list[Work]:
+def replay_trace(path: Path, model: LoadedModel, num_requests: int, *, max_context: int | None, seed: int) -> Workload:
     """The first requests of an Azure or Mooncake trace, which has lengths, with text of ours.
 
     Equal block keys (Mooncake's) get equal text. `max_context` scales all lengths, so that the longest request fits.
@@ -83,9 +92,8 @@ def replay_trace(
         shared = [token for block in blocks for token in block][: request.num_prompt]
         own = _passage(text, place, request.num_prompt - len(shared))
         place += len(own)
-        prompt = (*shared, *own)
-        work.append(Work(f"line-{request.id}", prompt, _forced(request.num_output), request.arrival))
-    return _from_zero(work)
+        work.append(Work(f"line-{request.id}", (*shared, *own), _forced(request.num_output)))
+    return _by_arrival(work, [request.arrival for request in recorded])
 
 
 def make_requests(model: LoadedModel, num_requests: int, mean_prompt: int, mean_output: int, seed: int) -> list[Work]:
@@ -108,15 +116,11 @@ def make_requests(model: LoadedModel, num_requests: int, mean_prompt: int, mean_
     return work
 
 
-def arriving(work: Sequence[Work], arrivals: Iterable[float]) -> list[Work]:
-    """`work` with other arrival times, in the same order."""
-    return [replace(one, arrival=arrival) for one, arrival in zip(work, arrivals, strict=False)]
-
-
-def _from_zero(work: Sequence[Work]) -> list[Work]:
-    """`work`, sorted by arrival, with its clock set to 0 at the first one."""
-    first = work[0].arrival
-    return list(work) if first is None else arriving(work, [(one.arrival or 0.0) - first for one in work])
+def _by_arrival(work: Sequence[Work], arrivals: Sequence[float]) -> Workload:
+    """`work` in order of arrival, on a clock that starts with the first."""
+    ordered = sorted(zip(arrivals, work, strict=True), key=itemgetter(0))
+    first = ordered[0][0]
+    return Workload([one for _, one in ordered], [arrival - first for arrival, _ in ordered])
 
 
 def _forced(num_output: int) -> SamplingParams:
@@ -132,7 +136,8 @@ def _lines(path: Path) -> Iterator[bytes]:
             yield line
 
 
-def _parsed(line: bytes, asked: str, work_id: str, model: LoadedModel) -> Work:
+def _parsed(line: bytes, asked: str, work_id: str, model: LoadedModel) -> tuple[Work, float | None]:
+    """The request of a line, and its arrival if it has one."""
     if len(line) > MAX_LINE_BYTES:
         raise InputError(asked, f"it is longer than {MAX_LINE_BYTES:,} bytes", "give a shorter prompt")
     try:
@@ -147,7 +152,7 @@ def _parsed(line: bytes, asked: str, work_id: str, model: LoadedModel) -> Work:
     if fields.arrival is not None and not 0 <= fields.arrival < float("inf"):
         raise InputError(asked, f"its arrival is {fields.arrival}", "give seconds from the start, 0 or more")
     ids = fields.ids if fields.prompt is None else _encoded(fields.prompt, model, asked)
-    return Work(work_id, tuple(ids or ()), params, fields.arrival)
+    return Work(work_id, tuple(ids or ()), params), fields.arrival
 
 
 def _encoded(text: str, model: LoadedModel, asked: str) -> list[int]:

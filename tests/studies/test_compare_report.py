@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from batchwright.report.html import render
-from batchwright.studies.compare_page import METRICS, page, table
+from batchwright.studies.compare_report import METRICS, report, table
 from batchwright.studies.comparison import STRATEGIES, Comparison, Recorded
 from tests.studies.tiny import compared, write_checkpoint
 
@@ -25,7 +25,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Compared:
 
 @pytest.fixture(scope="module")
 def source(whole: Compared) -> str:
-    return render(page(*whole))
+    return render(report(*whole))
 
 
 class Tables(HTMLParser):
@@ -74,8 +74,8 @@ def test_the_reports_tables_hold_the_jsons_values(whole: Compared, source: str) 
     assert len(tables) == 2
     for lines, scene in zip(tables, comparison.scenes, strict=True):
         assert lines[0] == ["", *STRATEGIES]
-        for line, metric in zip(lines[1:], METRICS, strict=True):
-            values = [metric.value(run) for run in scene.runs]
+        for line, (metric, value_of) in zip(lines[1:], METRICS, strict=True):
+            values = [value_of(run) for run in scene.runs]
             assert line == [metric.label, *("–" if value is None else format(value, metric.format) for value in values)]
 
 
@@ -83,6 +83,12 @@ def test_the_report_shows_what_the_records_say(whole: Compared, source: str) -> 
     """As many steps per plate as were recorded."""
     steps = [int(number) for number in re.findall(r'data-steps="(\d+)"', source)]
     assert steps == [len(one.steps) for one in whole[1]]
+
+
+def test_records_are_found_by_their_name(whole: Compared, source: str) -> None:
+    """Whatever their order: each run is drawn from its own."""
+    comparison, recorded = whole
+    assert render(report(comparison, recorded[::-1])) == source
 
 
 def test_the_report_says_what_is_needed_to_repeat_it(whole: Compared, source: str) -> None:
@@ -108,9 +114,10 @@ def test_the_report_needs_nothing_from_outside(source: str) -> None:
 
 def test_every_metric_is_defined_and_has_a_direction_or_none() -> None:
     """A full sentence each, and no two of one name."""
-    assert len({metric.label for metric in METRICS}) == len(METRICS)
-    assert all(metric.definition.endswith(".") for metric in METRICS)
-    assert {metric.better for metric in METRICS} == {"higher", "lower", None}
+    metrics = [metric for metric, _ in METRICS]
+    assert len({metric.label for metric in metrics}) == len(metrics)
+    assert all(metric.definition.endswith(".") for metric in metrics)
+    assert {metric.better for metric in metrics} == {"higher", "lower", None}
 
 
 def test_what_was_not_measured_is_a_dash(tmp_path: Path) -> None:
@@ -118,6 +125,6 @@ def test_what_was_not_measured_is_a_dash(tmp_path: Path) -> None:
     comparison, recorded = compared(
         write_checkpoint(tmp_path / "tiny"), num_requests=2, mean_prompt=4, mean_output=1, strategies=("continuous",)
     )
-    lines = {column.label: column.printed(values) for column, values in table(comparison.scenes[0]).lines()}
+    lines = {metric.label: metric.printed(values) for metric, values in table(comparison.scenes[0]).lines}
     assert lines["TPOT p50 (ms)"] == [("–", False)]
-    assert ["TPOT p50 (ms)", "–"] in Tables(render(page(comparison, recorded))).tables[0]
+    assert ["TPOT p50 (ms)", "–"] in Tables(render(report(comparison, recorded))).tables[0]

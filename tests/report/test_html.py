@@ -183,7 +183,7 @@ def test_whatever_comes_from_outside_is_escaped() -> None:
 
 
 def test_failed_steps_are_drawn_and_explained_only_where_there_are_any(whole: str) -> None:
-    """A legend for what one never sees would be noise."""
+    """Neither in the grid nor in the legend of a report without failed steps."""
     failed = changed_step(failed="oom")
     source = render(lone(requests=[only_request()], steps=[failed]))
     assert '<rect class="f" x=' in source
@@ -228,7 +228,7 @@ def test_a_run_without_a_cache_has_no_cache_figure() -> None:
     assert "<b>KV cache" not in render(lone(requests=[only_request()], steps=[step]))
 
 
-def test_the_best_values_are_bold_and_equals_share_the_honour() -> None:
+def test_the_best_values_are_bold_also_where_several_are_equal() -> None:
     """Best as printed: two values that look alike are equally good, and text or nothing never wins."""
     lines = [
         (Metric("High", "d", ".1f", "higher"), [1.04, 1.01, 0.5, "?"]),

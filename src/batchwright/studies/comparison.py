@@ -48,7 +48,7 @@ class CompareSettings:
     """Of static and dynamic batches."""
     max_queue_delay: float = 0.25
     """Seconds that a dynamic batch waits for company."""
-    max_rows: int = 32
+    max_rows: int = 16
     """Requests that continuous batching runs at once."""
     token_budget: int = 512
     """Tokens per step of continuous batching."""

@@ -1,6 +1,7 @@
 """The engine: every request ends once, whatever happens to it; its neighbours and the pages are unharmed."""
 
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -793,3 +794,60 @@ def test_text_that_the_decoder_still_holds_is_handed_out_at_the_end(ending: str)
     shown = {"length": plain, "stop": plain[: plain.index(plain[2])], "abort": plain[:2]}[ending]
     assert "".join(output.text for output in outputs) == "".join(f"<{token}>" for token in shown)
     assert outputs[-1].finish_reason == ending
+
+
+@pytest.mark.parametrize(
+    "prompts, kind",
+    [({"prompt": "Once"}, "dict"), (b"abc", "bytes"), (5, "int"), (None, "NoneType"), (torch.tensor(3), "Tensor")],
+)
+def test_what_is_no_prompt_is_refused_by_name(prompts: Any, kind: str) -> None:
+    """A mapping, bytes or a number is not taken apart into something that happens to run."""
+    with pytest.raises(ConfigError, match=kind):
+        real().generate(prompts, forced(2))
+
+
+def test_arrays_and_mappings_inside_a_list() -> None:
+    """A tensor of ids is a prompt like any other; a mapping is refused alone."""
+    tensor, mapping = real().generate([torch.tensor([5, 6, 7]), {"prompt": "Hi"}], forced(2))
+    assert tensor.tokens == real().generate([5, 6, 7], forced(2))[0].tokens
+    assert mapping.finish_reason == "refused"
+    assert "dict is neither text nor token ids" in str(mapping.error)
+
+
+def test_params_and_policies_of_the_wrong_kind_are_refused() -> None:
+    """With what to give instead."""
+    with pytest.raises(ConfigError, match=r"no SamplingParams; use SamplingParams\("):
+        real().generate([[1], [2]], [{"max_tokens": 3}, None])
+    policy: Any = "static"
+    with pytest.raises(ConfigError, match="lambda memory: static"):
+        Engine(tiny(), policy)
+
+
+def test_threads_may_share_an_engine() -> None:
+    """Six threads generate at once: each gets what it would get alone, and their requests share batches."""
+    prompts = [tokens_of(index, 5 + index) for index in range(6)]
+    alone = [real().generate([prompt], forced(12))[0].tokens for prompt in prompts]
+    engine = real()
+    together: dict[int, tuple[int, ...]] = {}
+    start = threading.Barrier(len(prompts))
+
+    def run(index: int) -> None:
+        start.wait()
+        together[index] = engine.generate([prompts[index]], forced(12))[0].tokens
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together[index] for index in range(len(prompts))] == alone
+    assert is_empty(engine)
+
+
+def test_a_stream_leaves_other_requests_outputs_to_step() -> None:
+    """What was submitted without a callback is still there after somebody generated in between."""
+    engine = real()
+    engine.submit([1, 2, 3], forced(2), request_id="mine")
+    engine.generate([[4, 5]], forced(6))
+    assert engine.num_live == 0
+    assert [output.request_id for output in engine.step() or ()] == ["mine", "mine"]

@@ -187,7 +187,7 @@ def test_sources_and_dtypes_it_does_not_know_are_refused(tmp_path: Path) -> None
     (tmp_path / "model.pt").write_bytes(b"\x80\x04")
     with pytest.raises(UnsupportedModel, match="safetensors or gguf only"):
         weights.load(tmp_path / "model.pt")
-    with pytest.raises(ConfigError, match="float32 and bfloat16"):
+    with pytest.raises(ConfigError, match=r"float32 and torch\.bfloat16"):
         weights.load(tmp_path, torch.float16)
     with pytest.raises(ConfigError, match="loading onto device gpu"):
         weights.load("smollm2", device="gpu")
@@ -233,3 +233,8 @@ def test_loading_does_not_need_the_files_afterwards(make_checkpoint: MakeCheckpo
     shutil.rmtree(path)
     after = model.decoder.forward(torch.arange(20), torch.arange(20), DenseCache(), torch.arange(20))
     assert torch.equal(before, after)
+
+
+def test_a_dtype_may_be_a_name(make_checkpoint: MakeCheckpoint) -> None:
+    """As in other libraries: "float32" is torch.float32."""
+    assert weights.load(make_checkpoint(), "float32").decoder.dtype == torch.float32

@@ -9,8 +9,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from threading import RLock
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -21,17 +23,17 @@ from batchwright.policy.types import Dropped, ItemOutcome, Refused, Request, Sch
 from batchwright.records import FinishReason, Recorder
 from batchwright.serve.executor import Executor, RowResult, TorchExecutor
 from batchwright.serve.keys import PageKeys
+from batchwright.serve.prompts import Params, Prompt, as_prompts, paired, token_ids
 from batchwright.serve.sampling import Sampled, SamplingParams
 from batchwright.serve.stopping import StopChecker
-from batchwright.serve.tokenizer import Tokenizer
 from batchwright.serve.weights import LoadedModel, load
 
-Prompt = str | Sequence[int]
 Policy = Callable[[Memory], Scheduler]
 Failure = Literal["oom", "exception"]
 
 DEFAULT_KV_BYTES = 1 << 30
 _ID = "request-"
+_GLANCE = 0.001  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,21 @@ class _Live:
         return self.stop.flush(self.decoder.finish() if self.decoder else "")
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _locked(method: Callable[Concatenate["Engine", P], R]) -> Callable[Concatenate["Engine", P], R]:
+    """One call at a time, whatever thread it comes from; a callback may call again."""
+
+    @wraps(method)
+    def locked(self: "Engine", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return locked
+
+
 class _Delivery(NamedTuple):
     """An output on its way to its request's callback, or to the caller of `step`."""
 
@@ -104,7 +121,8 @@ class Engine:
 
     `model`: a loaded model, or what `weights.load` takes (`dtype` bfloat16 and `device` "cpu" by default).
     `policy(memory)` makes the scheduler. `memory` is 1 GiB of KV cache by default. `clock` and `executor` can be
-    replaced; `run` names the records.
+    replaced; `run` names the records. Threads may share an engine: calls take turns, and requests of all threads
+    run in the same batches.
 
         engine = Engine("smollm2")
         for completion in engine.generate(["The capital of France is"], SamplingParams(max_tokens=16)):
@@ -117,8 +135,8 @@ class Engine:
         policy: Policy = Continuous,
         *,
         memory: Memory | None = None,
-        dtype: torch.dtype | None = None,
-        device: str | None = None,
+        dtype: torch.dtype | str | None = None,
+        device: str | torch.device | None = None,
         clock: Callable[[], float] = time.perf_counter,
         executor: Callable[[Any, Memory], Executor] = TorchExecutor,
         run: str = "engine",
@@ -126,9 +144,10 @@ class Engine:
         self.model = _loaded(model, dtype, device)
         self.memory = memory or default_memory(self.model)
         _check_context(self.model, self.memory)
-        self.scheduler = policy(self.memory)
+        self.scheduler = _scheduler(policy, self.memory)
         self.executor = executor(self.model.decoder, self.memory)
         self._clock = clock
+        self._lock = RLock()
         self.recorder = Recorder(run, self.memory.page_size, origin=clock())
         self._live: dict[str, _Live] = {}
         self._outputs: list[Output] = []
@@ -137,6 +156,7 @@ class Engine:
 
     # ---- requests
 
+    @_locked
     def submit(
         self,
         prompt: Prompt,
@@ -161,7 +181,7 @@ class Engine:
         if params.seed is None:
             params = replace(params, seed=self._num_submitted)
         request_id = request_id or self._new_id()
-        tokens = self._tokens(prompt)
+        tokens = token_ids(prompt, self.model)
         now = self._clock()
         live = _Live(tokens, params, self.model, self.memory.page_size, on_output)
         answer = self.scheduler.add(
@@ -185,6 +205,7 @@ class Engine:
         self.recorder.arrived(request_id, now if arrival is None else arrival, len(tokens), answer.max_tokens)
         return request_id
 
+    @_locked
     def abort(self, request_id: str) -> None:
         """End a request now and free its pages; unknown and ended ids are ignored."""
         if request_id in self._live:
@@ -192,6 +213,7 @@ class Engine:
             self._end(request_id, "abort")
             self._deliver()
 
+    @_locked
     def flush(self) -> None:
         """Nothing more is expected for now: static and dynamic batches need not wait for company."""
         self.scheduler.flush(self._clock())
@@ -207,21 +229,18 @@ class Engine:
 
     # ---- running
 
+    @_locked
     def step(self) -> list[Output] | None:
         """Run at most one step; the outputs that it and the time that has passed brought. None: nothing could run now.
 
-        Outputs of requests with a callback go to that alone.
+        Outputs of requests with a callback go to that alone. Under static batching a group that is not full waits
+        until `flush` says that no more will come.
         """
-        now = self._clock()
-        for dropped in self.scheduler.advance(now):
-            self._drop(dropped)
-        plan = self.scheduler.plan(now)
-        if plan is not None:
-            self._run(plan, now)
-        self._deliver()
+        has_run = self._advance()
         outputs, self._outputs = self._outputs, []
-        return outputs if outputs or plan is not None else None
+        return outputs if outputs or has_run else None
 
+    @_locked
     def wakeup(self) -> float | None:
         """When, on the engine's clock, `step` may have something to do though nobody submits or aborts."""
         return self.scheduler.wakeup(self._clock())
@@ -229,15 +248,12 @@ class Engine:
     def wait(self, until: float | None = None) -> None:
         """Sleep until `wakeup`, or until `until` if that is sooner; both are on the engine's clock.
 
-        To be called when `step` had nothing to do. Does nothing if neither is known.
+        To be called when `step` had nothing to do. If neither is known, sleeps for a millisecond.
         """
         times = [moment for moment in (self.wakeup(), until) if moment is not None]
-        if times:
-            time.sleep(max(0.0, min(times) - self._clock()))
+        time.sleep(max(0.0, min(times) - self._clock()) if times else _GLANCE)
 
-    def stream(
-        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> Iterator[Output]:
+    def stream(self, prompts: Prompt | Iterable[Prompt], params: Params = None) -> Iterator[Output]:
         """Submit `prompts` (one, or several) and yield their outputs as they come, interleaved.
 
         Ids are in the order of `prompts`. A prompt that cannot run yields one Output with its error. Closing the
@@ -246,7 +262,7 @@ class Engine:
         mine: set[str] = set()
         inbox: deque[Output] = deque()  # filled by whoever steps the engine, be it another stream
         try:
-            for prompt, its_params in _paired(_as_prompts(prompts), params):
+            for prompt, its_params in paired(as_prompts(prompts), params):
                 request_id = self._new_id()
                 try:
                     mine.add(self.submit(prompt, its_params, request_id=request_id, on_output=inbox.append))
@@ -254,7 +270,7 @@ class Engine:
                     inbox.append(Output(request_id, None, "", "refused", str(error)))
             self.flush()
             while mine or inbox:
-                if not inbox and self.step() is None:
+                if not inbox and not self._advance():
                     self.wait()
                 while inbox:
                     output = inbox.popleft()
@@ -265,9 +281,7 @@ class Engine:
             for request_id in mine:
                 self.abort(request_id)
 
-    def generate(
-        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[Completion]:
+    def generate(self, prompts: Prompt | Iterable[Prompt], params: Params = None) -> list[Completion]:
         """Run `prompts` (one, or several) to their ends; one Completion each, in their order, refused ones included.
 
         `params`: one for all, or one each.
@@ -284,10 +298,25 @@ class Engine:
 
     def chat_prompt(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids of `messages` as the model's chat template writes them, ready for its answer."""
-        tokenizer = self._tokenizer("render a chat")
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
+            fact = f"{self.model.name} has no tokenizer: {self.model.no_tokenizer}"
+            raise RequestError("render a chat", fact, "give token ids to generate")
         return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
 
     # ---- one step
+
+    @_locked
+    def _advance(self) -> bool:
+        """Drop what has expired, run a step if one can run, deliver what came of both; whether a step ran."""
+        now = self._clock()
+        for dropped in self.scheduler.advance(now):
+            self._drop(dropped)
+        plan = self.scheduler.plan(now)
+        if plan is not None:
+            self._run(plan, now)
+        self._deliver()
+        return plan is not None
 
     def _run(self, plan: StepPlan, now: float) -> None:
         self.recorder.planned(plan, self.scheduler.load, now)
@@ -399,6 +428,7 @@ class Engine:
 
     # ---- prompts
 
+    @_locked
     def _new_id(self) -> str:
         """An id that no live request has; its number is higher than those before."""
         while True:
@@ -406,25 +436,6 @@ class Engine:
             self._num_named += 1
             if request_id not in self._live:
                 return request_id
-
-    def _tokens(self, prompt: Prompt) -> list[int]:
-        asked = "submit a request"
-        tokens = self._tokenizer(asked).encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not tokens:
-            raise RequestError(asked, "its prompt is empty (0 tokens)", "give at least one token")
-        vocabulary = self.model.decoder.shape.vocab
-        wrong = [token for token in tokens if type(token) is not int or not 0 <= token < vocabulary]
-        if wrong:
-            fact = f"its prompt holds {wrong[0]!r}; token ids are integers from 0 to {vocabulary - 1}"
-            raise RequestError(asked, fact, "encode the prompt with this model's tokenizer")
-        return tokens
-
-    def _tokenizer(self, asked: str) -> Tokenizer:
-        if self.model.tokenizer is None:
-            raise RequestError(
-                asked, f"{self.model.name} has no tokenizer: {self.model.no_tokenizer}", "give token ids"
-            )
-        return self.model.tokenizer
 
 
 def default_memory(model: LoadedModel, page_size: int = 16, num_bytes: int = DEFAULT_KV_BYTES) -> Memory:
@@ -434,7 +445,9 @@ def default_memory(model: LoadedModel, page_size: int = 16, num_bytes: int = DEF
     return Memory(max(1, num_tokens // page_size), page_size, shape.context)
 
 
-def _loaded(model: LoadedModel | str | Path, dtype: torch.dtype | None, device: str | None) -> LoadedModel:
+def _loaded(
+    model: LoadedModel | str | Path, dtype: torch.dtype | str | None, device: str | torch.device | None
+) -> LoadedModel:
     if not isinstance(model, LoadedModel):
         return load(model, dtype or torch.bfloat16, device or "cpu")
     if dtype is not None or device is not None:
@@ -443,34 +456,18 @@ def _loaded(model: LoadedModel | str | Path, dtype: torch.dtype | None, device: 
     return model
 
 
+def _scheduler(policy: Policy, memory: Memory) -> Scheduler:
+    given: object = policy
+    if not callable(given):
+        fact = f"it is {policy!r}, and a policy is a function that makes a scheduler for a Memory"
+        raise ConfigError("use a policy", fact, "give Continuous, one_by_one, or lambda memory: static(memory, 8)")
+    return policy(memory)
+
+
 def _check_context(model: LoadedModel, memory: Memory) -> None:
     most = model.decoder.shape.context
     if memory.context > most:
         raise ConfigError(f"use a context of {memory.context}", f"{model.name} was made for {most}", "lower context")
-
-
-def _as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """A list of prompts, also of one text or one list of token ids."""
-    if isinstance(prompts, str):
-        return [prompts]
-    several: list[Any] = list(prompts)
-    return [several] if several and all(isinstance(one, int) for one in several) else several
-
-
-def _paired(
-    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-) -> Iterator[tuple[Prompt, SamplingParams]]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        params = [params] * len(prompts)
-    if len(params) != len(prompts):
-        raise ConfigError(
-            f"generate from {len(prompts)} prompts",
-            f"there are {len(params)} sampling params",
-            "give one for all, or each",
-        )
-    return zip(prompts, params, strict=True)
 
 
 def _completed(outputs: Sequence[Output]) -> Completion:

@@ -52,25 +52,23 @@ class LoadedModel:
 
 
 def load(
-    source: str | Path = DEFAULT, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"
+    source: str | Path = DEFAULT, dtype: torch.dtype | str = torch.bfloat16, device: str | torch.device = "cpu"
 ) -> LoadedModel:
     """`source`: a directory with config.json and safetensors, a .gguf file, or "smollm2". Nothing is downloaded.
 
     Raises UnsupportedModel, BrokenWeights, MissingDependency (no embedded model), InputError (no such path), and
     ConfigError for a dtype or device that is not there.
     """
-    if dtype not in DTYPES:
-        known = " and ".join(str(known).removeprefix("torch.") for known in DTYPES)
-        raise ConfigError(f"loading {source} in {dtype}", f"supported are {known}", "choose one of these")
+    known = _known_dtype(dtype)
     path = default_path() if str(source) == DEFAULT else Path(source).expanduser()
     if path.is_dir():
-        return _load_directory(path, dtype, _checked(device))
+        return _load_directory(path, known, _checked(device))
     if not path.is_file():
         raise InputError(f"loading {source}", "there is no such file or directory", _remedy_of_no_path(str(source)))
     if path.suffix != ".gguf":
         fact = f"{path.name} is neither a directory of safetensors nor a .gguf file"
         raise UnsupportedModel(f"loading {source}", fact, "give safetensors or gguf only; pickles are never read")
-    return _load_gguf(path, dtype, _checked(device))
+    return _load_gguf(path, known, _checked(device))
 
 
 def _remedy_of_no_path(source: str) -> str:
@@ -89,6 +87,14 @@ def _checked(device: str | torch.device) -> torch.device:
         fact = str(error).partition("\n")[0]
         raise ConfigError(f"loading onto device {device}", fact, 'use "cpu", or a device that torch sees') from error
     return torch.device(device)
+
+
+def _known_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    for known in DTYPES:
+        if dtype in (known, str(known), str(known).removeprefix("torch.")):
+            return known
+    names = " and ".join(str(known) for known in DTYPES)
+    raise ConfigError(f"loading a model in {dtype}", f"supported are {names}", "choose one of these")
 
 
 def default_path() -> Path:

@@ -1,0 +1,69 @@
+"""Prompts and params as people give them, turned into token ids and one `SamplingParams` each, or refused by name."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from batchwright.errors import ConfigError, RequestError
+from batchwright.serve.sampling import SamplingParams
+from batchwright.serve.weights import LoadedModel
+
+Prompt = str | Sequence[int]
+"""Text, or token ids: a list, or an array or tensor of one dimension."""
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """A list of prompts, also of one text or one list of token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    several = _listed(prompts)
+    return [several] if several and all(isinstance(one, int) for one in several) else several
+
+
+def paired(prompts: Sequence[Prompt], params: Params) -> list[tuple[Prompt, SamplingParams]]:
+    """Each prompt with its params: one for all, or one each."""
+    if params is None or isinstance(params, SamplingParams):
+        return [(prompt, params or SamplingParams()) for prompt in prompts]
+    several: list[Any] = list(params)
+    wrong = [one for one in several if not isinstance(one, SamplingParams)]
+    if wrong:
+        fact = f"{type(wrong[0]).__name__} {wrong[0]!r} is no SamplingParams"
+        raise ConfigError(f"generate from {len(prompts)} prompts", fact, "use SamplingParams(max_tokens=..., ...)")
+    if len(several) != len(prompts):
+        fact = f"there are {len(several)} sampling params"
+        raise ConfigError(f"generate from {len(prompts)} prompts", fact, "give one for all, or each")
+    return list(zip(prompts, several, strict=True))
+
+
+def token_ids(prompt: Prompt, model: LoadedModel) -> list[int]:
+    """`prompt` as ids of `model`'s vocabulary, at least one. Raises RequestError."""
+    asked = "submit a request"
+    if isinstance(prompt, str):
+        if model.tokenizer is None:
+            raise RequestError(asked, f"{model.name} has no tokenizer: {model.no_tokenizer}", "give token ids")
+        tokens = model.tokenizer.encode(prompt)
+    else:
+        try:
+            tokens = _listed(prompt)
+        except ConfigError as error:
+            raise RequestError(asked, error.fact, error.remedy) from error
+    if not tokens:
+        raise RequestError(asked, "its prompt is empty (0 tokens)", "give at least one token")
+    vocabulary = model.decoder.shape.vocab
+    wrong = [token for token in tokens if type(token) is not int or not 0 <= token < vocabulary]
+    if wrong:
+        fact = f"its prompt holds {wrong[0]!r}; token ids are integers from 0 to {vocabulary - 1}"
+        raise RequestError(asked, fact, "encode the prompt with this model's tokenizer")
+    return tokens
+
+
+def _listed(given: Any) -> list[Any]:
+    """An iterable, array or tensor as a list. What iterates over something else than prompts or ids is refused."""
+    remedy = "give text, a list of token ids, or a list of such prompts"
+    if isinstance(given, bytes | bytearray | Mapping):
+        raise ConfigError("read prompts", f"{type(given).__name__} is neither text nor token ids", remedy)
+    try:
+        return list(given.tolist() if hasattr(given, "tolist") else given)
+    except TypeError as error:
+        raise ConfigError("read prompts", f"{type(given).__name__} holds no prompts ({error})", remedy) from error

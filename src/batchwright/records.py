@@ -1,10 +1,11 @@
 """What happened, as JSON lines: one `RequestRecord` per request, one `StepRecord` per step.
 
 Engine and simulator write the same records, so whoever reads them (report, summary, calibration) cannot tell
-which made them. Times are seconds on the run's clock, zero at the run's start; lengths are tokens.
+which made them. Times are seconds on the run's clock, zero at the run's start; lengths are tokens. What tables and
+figures must say alike of records is defined here too: the kinds of rows, and percentiles.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -133,6 +134,20 @@ def _kind(row: RowRecord, step: StepRecord, num_prompt: int | None, *, recomputi
         return "dead"
     beyond_prompt = row.num_tokens == 1 if num_prompt is None else row.start >= num_prompt
     return "decode" if row.samples and beyond_prompt and not recomputing else "prefill"
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The value below which `share` (0 to 1) of `values` lies; None if there are none.
+
+    Linear between the two closest ranks (numpy's default, Hyndman-Fan type 7): the median of two is their mean.
+    """
+    if not values:
+        return None
+    ordered = sorted(values)
+    position = share * (len(ordered) - 1)
+    below = min(int(position), len(ordered) - 1)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 class Recorder:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchwright.bench.summary import Slo, goodput, percentile, summarize
-from batchwright.records import FinishReason, RequestRecord, RowRecord, StepRecord
+from batchwright.bench.summary import Slo, goodput, summarize
+from batchwright.records import FinishReason, RequestRecord, RowRecord, StepRecord, percentile
 
 
 def request(

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchwright.records import percentile
 from batchwright.report import figures
 from batchwright.report.figures import Curve
 from batchwright.report.grid import lay_out
@@ -87,12 +88,15 @@ def test_a_wide_range_of_latencies_gets_a_logarithmic_axis() -> None:
 
 
 def test_lost_requests_keep_a_curve_below_the_top() -> None:
-    """Two of four got an answer: the curve ends at one half, which is where its median is."""
+    """Two of four got an answer: the curve ends at one half, and its dot is at half of that."""
     svg = figures.distribution("t", [Curve("a", "s0", [1.0, 2.0], 4)])
     assert f"V{figures._curve_y(0.5)}H1000" in svg
-    assert "a median 2 s" in svg
+    assert re.search(f'<circle [^>]*cy="{figures._curve_y(0.25)}"', svg)
 
 
-def test_a_curve_that_never_reaches_one_half_has_no_median() -> None:
-    """Most requests never got that far, so the median of those that did says nothing of the run."""
-    assert "median" not in figures.distribution("t", [Curve("a", "s0", [1.0], 4)])
+@pytest.mark.parametrize(("values", "median"), [([3.0], "3 s"), ([1.0, 2.0], "1.5 s"), ([1.0, 2.0, 4.0], "2 s")])
+def test_the_dot_is_the_median_that_tables_print(values: list[float], median: str) -> None:
+    """Between the middle two of an even number, where the curve is level."""
+    svg = figures.distribution("t", [Curve("a", "s0", values, len(values))])
+    assert f"<title>a: median {median}</title>" in svg
+    assert f'cx="{figures._percent(percentile(values, 0.5), values[-1])}" cy="{figures._curve_y(0.5)}"' in svg

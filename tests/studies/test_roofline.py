@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 from batchwright.errors import ConfigError, InputError, UnknownFact
 from batchwright.facts.hardware import Fact, Hardware
@@ -28,8 +28,17 @@ def test_a_measurement_says_how_it_was_made(measured: tuple[Hardware, list[str]]
     """Its source has date, size, repeats, versions and threads."""
     hardware, _ = measured
     assert hardware.float32 is not None
-    for part in ("measured 20", "squared", "best of", "torch", "threads"):
+    for part in ("measured 20", "squared", "best of", "torch", "thread"):
         assert part in hardware.float32.source
+
+
+def test_one_thread_is_in_the_singular(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the machine's name, and so wherever it is shown."""
+    names = []
+    for number in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda number=number: number)
+        names.append(measure_hardware("cpu", "float32", seconds=0.01).name.rpartition(" (")[2])
+    assert names == ["1 thread)", "2 threads)"]
 
 
 def test_what_was_not_measured_stays_unknown(measured: tuple[Hardware, list[str]]) -> None:
@@ -80,9 +89,7 @@ def test_what_cannot_be_measured_is_refused(device: str, dtype: str, seconds: fl
 @pytest.mark.gpu
 def test_a_gpu_stays_below_its_vendors_peak() -> None:
     """What is measured is a good part of the table's figure, and not more than it."""
-    import torch
-
-    from batchwright.facts.hardware import lookup
+        from batchwright.facts.hardware import lookup
 
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")

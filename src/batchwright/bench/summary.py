@@ -3,7 +3,7 @@
 Every number is defined where it is declared, because the field uses the same names for different things. What
 cannot be computed is None, never zero and never NaN: a run without a first token has no TTFT. Clocks start at
 a request's *arrival*, so time spent queueing before the engine, or before the client could send, is included.
-Percentiles interpolate linearly between the two closest ranks (numpy's default, Hyndman-Fan type 7).
+Percentiles are `records.percentile`'s.
 Costs a few passes over the rows of all steps, a sort of the steps and one of each distribution's values.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from batchwright.records import RequestRecord, RowRecord, StepRecord, row_kinds
+from batchwright.records import RequestRecord, RowRecord, StepRecord, percentile, row_kinds
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,11 +166,6 @@ def goodput(requests: Sequence[RequestRecord], slo: Slo) -> Goodput:
     return Goodput(num_good=num_good, rate=_ratio(num_good, _makespan(requests)), share=_ratio(num_good, len(requests)))
 
 
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """The value below which `share` (0 to 1) of `values` lies, linear between closest ranks; None if there are none."""
-    return _at_share(sorted(values), share) if values else None
-
-
 def _makespan(requests: Sequence[RequestRecord]) -> float | None:
     if not requests:
         return None
@@ -224,22 +219,16 @@ def _defined(values: Iterable[float | None]) -> Iterable[float]:
 
 def _spread(values: Iterable[float]) -> Spread | None:
     ordered = sorted(values)
-    if not ordered:
+    p50, p99 = percentile(ordered, 0.5), percentile(ordered, 0.99)
+    if p50 is None or p99 is None:
         return None
     return Spread(
         num=len(ordered),
         mean=sum(ordered) / len(ordered),
-        p50=_at_share(ordered, 0.5),
-        p99=_at_share(ordered, 0.99),
+        p50=p50,
+        p99=p99,
         max=ordered[-1],
     )
-
-
-def _at_share(ordered: Sequence[float], share: float) -> float:
-    position = share * (len(ordered) - 1)
-    below = min(int(position), len(ordered) - 1)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 def _ratio(part: float, whole: float | None) -> float | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Final
 
-from batchwright.records import RequestRecord, StepRecord
+from batchwright.records import RequestRecord, StepRecord, percentile
 from batchwright.report.grid import Cell, Grid, Hold, Kind, Span
 from batchwright.units import format_seconds, format_tokens
 
@@ -28,6 +28,8 @@ _CURVE_HEIGHT: Final = 170
 _MOST_SLICES: Final = 500
 _MOST_CURVE_POINTS: Final = 400
 _LOG_FROM_RATIO: Final = 30
+_LATEST_END_MARK: Final = 0.7
+"""Share of the clock up to which a run says when it ended: the rest holds the words, on a phone too."""
 _WIDTH: Final = 1000
 _TIME_UNITS: Final = ((1e-3, "ms", 1.0), (1.0, "s", 600.0), (60.0, "min", 6 * 3600.0), (3600.0, "h", math.inf))
 """Seconds, name, and up to how many seconds a run is shown in this unit."""
@@ -87,7 +89,8 @@ def describe(grid: Grid) -> str:
     shares = shares_of(grid)
     parts = ", ".join(f"{share:.1%} {kind}" for kind, share in shares.items() if share > 0)
     return (
-        f"{_num(grid.num_rows, 'row')}, {_num(len(grid.steps), 'step')}, ended at {_time(grid.end)}; executed: {parts}."
+        f"{_num(grid.num_rows, 'row')}, {_num(len(grid.steps), 'step')}, ended at {_time(grid.end)}; "
+        f"of rows × time: {parts}."
     )
 
 
@@ -150,7 +153,7 @@ def axes(grid: Grid, scales: Scales) -> str:
 
 
 def distribution(title: str, curves: Sequence[Curve]) -> str:
-    """The share of requests that were at most so slow, one curve per run; a dot marks each median."""
+    """The share of requests that were at most so slow, one curve per run; a dot marks the median of those that have a value."""
     pooled = [value for curve in curves for value in curve.values]
     if not pooled:
         return '<p class="none">No request got that far.</p>'
@@ -167,13 +170,12 @@ def distribution(title: str, curves: Sequence[Curve]) -> str:
         f'<svg y="0" width="100%" height="{_CURVE_HEIGHT}" viewBox="0 0 {_WIDTH} {_CURVE_HEIGHT}" '
         f'preserveAspectRatio="none">{lines}</svg>'
     )
-    dots = "".join(_median_dot(curve, place) for curve in curves if curve.values)
+    medians = [(curve, median) for curve in curves if (median := percentile(curve.values, 0.5)) is not None]
+    dots = "".join(_median_dot(curve, median, place) for curve, median in medians)
     marks = "".join(_tick(place(value), label, _CURVE_HEIGHT, odd=odd) for value, label, odd in _odd(ticks))
     scale = "logarithmic" if logarithmic else "linear"
-    medians = "; ".join(
-        f"{curve.name} median {_time(median)}" for curve in curves if (median := _median(curve)) is not None
-    )
-    description = f"Share of requests, over a {scale} time axis. {medians}."
+    said = "; ".join(f"{curve.name} median {_time(median)}" for curve, median in medians)
+    description = f"Share of requests, over a {scale} time axis. {said}."
     return _svg("curves", _CURVE_HEIGHT + 20, title, description, grid_lines + plot + dots + marks)
 
 
@@ -222,7 +224,7 @@ def _account(hold: Hold, request: RequestRecord | None) -> str:
 
 def _end_mark(grid: Grid, scales: Scales, height: float) -> str:
     """On the common clock, a run that ends well before the others says when, in the space that it leaves."""
-    if not grid.steps or grid.end > 0.82 * scales.end:
+    if not grid.steps or grid.end > _LATEST_END_MARK * scales.end:
         return ""
     x = _percent(grid.end, scales.end)
     text = f"ended at {_time(grid.end)}"
@@ -320,20 +322,13 @@ def _curve_y(share: float) -> float:
     return round(_CURVE_HEIGHT - 1 - (_CURVE_HEIGHT - 16) * share, 1)
 
 
-def _median_dot(curve: Curve, place: Callable[[float], float]) -> str:
-    median = _median(curve)
-    if median is None:
-        return ""
+def _median_dot(curve: Curve, median: float, place: Callable[[float], float]) -> str:
+    """On the curve, at half of the height that it reaches."""
+    y = _curve_y(0.5 * len(curve.values) / curve.num_requests)
     return (
-        f'<circle class="dot {curve.style}" cx="{_percent(place(median), 1)}" cy="{_curve_y(0.5)}" r="3.5">'
+        f'<circle class="dot {curve.style}" cx="{_percent(place(median), 1)}" cy="{y}" r="3.5">'
         f"<title>{escape(curve.name)}: median {_time(median)}</title></circle>"
     )
-
-
-def _median(curve: Curve) -> float | None:
-    """Where the curve crosses one half of all requests, if it does."""
-    rank = math.ceil(curve.num_requests / 2)
-    return sorted(curve.values)[rank - 1] if 0 < rank <= len(curve.values) else None
 
 
 def _time_ticks(end: float) -> list[tuple[float, str]]:

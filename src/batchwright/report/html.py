@@ -45,12 +45,16 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A whole report. `facts`: what one must know to repeat it (machine, model, versions, seed), label and value."""
+    """A whole report. `facts`: what one must know to repeat it (machine, model, versions, seed), label and value.
+
+    `verdict`: what it found, in a sentence or two.
+    """
 
     title: str
     subtitle: str
     facts: Sequence[tuple[str, str]]
     scenes: Sequence[Scene]
+    verdict: str = ""
 
 
 def render(report: Report) -> str:
@@ -63,7 +67,8 @@ def render(report: Report) -> str:
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{escape(report.title)}</title>\n<style>\n{_asset('page.css')}</style>\n</head>\n<body>\n"
         f"{_asset('patterns.svg')}<header>\n<h1>{escape(report.title)}</h1>\n"
-        f'<p class="subtitle">{escape(report.subtitle)}</p>\n{_facts(report.facts)}</header>\n<main>\n'
+        f'{_verdict(report.verdict)}<p class="subtitle">{escape(report.subtitle)}</p>\n{_facts(report.facts)}'
+        "</header>\n<main>\n"
         f"{_legend(report.scenes)}{scenes}{_definitions(report.scenes)}</main>\n"
         f"<script>\n{_asset('page.js')}</script>\n</body>\n</html>\n"
     )
@@ -73,6 +78,10 @@ def _styles(report: Report) -> dict[str, str]:
     """A class per run name, in the order of first appearance; with more names than styles they repeat."""
     names = dict.fromkeys(run.name for scene in report.scenes for run in scene.runs)
     return {name: f"s{index % _NUM_STYLES}" for index, name in enumerate(names)}
+
+
+def _verdict(verdict: str) -> str:
+    return f'<p class="verdict">{escape(verdict)}</p>\n' if verdict else ""
 
 
 def _facts(facts: Iterable[tuple[str, str]]) -> str:
@@ -136,8 +145,8 @@ def _distributions(scene: Scene, styles: dict[str, str]) -> str:
     latency = figures.distribution(whole, _curves(scene, styles, lambda request: request.latency))
     return (
         '<figure class="distributions"><figcaption><h3>How long requests took</h3><p class="note">The share of '
-        "requests that were at most so slow, from arrival; further left is faster. A dot marks the median. A curve "
-        f'that ends below 100% lost requests.</p><ul class="keys">{keys}</ul></figcaption>\n<div class="pair">'
+        "requests that were at most so slow, from arrival; further left is faster. A dot marks the median of "
+        'those that got so far. A curve that ends below 100% lost requests.</p><ul class="keys">{keys}</ul></figcaption>\n<div class="pair">'
         f"<div><h4>{first}</h4>{ttft}</div>\n<div><h4>{whole}</h4>{latency}</div></div></figure>\n"
     )
 
@@ -206,7 +215,7 @@ _LEGEND: Final = (
     f"over. {_named('g', 'Padding')} is dummy work that makes short prompts as long as the longest of their batch. A "
     f"{_named('x', 'dead')} row’s request has ended, but the row is executed on because others of its batch aren’t "
     f"done. An {_named('n', 'empty')} row is held by nobody while a step runs and costs nothing; where nothing "
-    "is drawn, no step runs. The shares above a grid are of all that was executed, in rows × time. Below it, on the "
+    "is drawn, no step runs. The shares above a grid are of rows × time: how many rows were executed for how long. Below it, on the "
     "same axis: how much of the KV cache is held and how much of that stores tokens, and how many requests run "
     "and wait. "
 )

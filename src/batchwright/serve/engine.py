@@ -1,7 +1,7 @@
 """The live driver: requests in, plans from the scheduler to the executor, tokens and text out.
 
-It holds no policy and no tensors. One `step` is: let time pass, ask for a plan, execute it, commit what happened,
-hand out the new tokens. Every submitted request ends exactly once, whatever happens to it: a finish reason is in its
+It holds no policy and no tensors. One `step` is: drop what has expired, ask for a plan, execute it, commit what
+happened, hand out the new tokens. Every submitted request ends exactly once, whatever happens to it: a finish reason is in its
 last `Output`, and its record in `engine.recorder`.
 """
 
@@ -33,7 +33,7 @@ Failure = Literal["oom", "exception"]
 
 DEFAULT_KV_BYTES = 1 << 30
 _ID = "request-"
-_GLANCE = 0.001  # seconds
+_SHORT_WAIT = 0.001  # seconds, when it is not known what is waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ class Engine:
         To be called when `step` had nothing to do. If neither is known, sleeps for a millisecond.
         """
         times = [moment for moment in (self.wakeup(), until) if moment is not None]
-        time.sleep(max(0.0, min(times) - self._clock()) if times else _GLANCE)
+        time.sleep(max(0.0, min(times) - self._clock()) if times else _SHORT_WAIT)
 
     def stream(self, prompts: Prompt | Iterable[Prompt], params: Params = None) -> Iterator[Output]:
         """Submit `prompts` (one, or several) and yield their outputs as they come, interleaved.

@@ -41,8 +41,8 @@ MASK_64 = (1 << 64) - 1
 class SamplingParams:
     """How one request's tokens are chosen and when they end; the defaults are greedy decoding of 128 tokens.
 
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. Without a `seed` the engine draws one for each request,
-    so that equal prompts get different answers. `stop` strings (at most 16, of at most 1,000 characters) end the text
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. Without a `seed`, a request's place in the engine's
+    order of submission is its seed, so that equal prompts get different answers. `stop` strings (at most 16, of at most 1,000 characters) end the text
     before themselves; a bare string counts as one, None as none. `stop_token_ids` end it in addition to the model's own
     end tokens, which `ignore_eos` disregards. `logprobs` asks for the chosen token's log-probability and those of that
     many likeliest tokens, under the model's own distribution: before temperature and filters, as OpenAI and vLLM report
@@ -64,7 +64,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", _as_stops(self.stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
         stops = f"at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH:,} characters; () for none"
-        seeds = "an integer of at most 64 bits, or None for one drawn by the engine"
+        seeds = "an integer of at most 64 bits, or None for the request's place in the order of submission"
         logprobs = f"an integer from 0 to {MAX_LOGPROBS}, or None for no log-probabilities"
         for name, is_valid, allowed in (
             ("max_tokens", _is_int(self.max_tokens, 1), "an integer of at least 1"),

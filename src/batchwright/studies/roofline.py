@@ -180,7 +180,7 @@ def _timed(run: Callable[[], Any], device: torch.device, num_calls: int) -> floa
 
 
 def _source(device: torch.device, what: str, statistic: str) -> str:
-    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    threads = f", {_num_threads()}" if device.type == "cpu" else ""
     today = datetime.now(UTC).date().isoformat()
     return f"measured {today}: {what}, {statistic}, torch {torch.__version__}{threads}"
 
@@ -188,7 +188,12 @@ def _source(device: torch.device, what: str, statistic: str) -> str:
 def _name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_cpu_name()} ({torch.get_num_threads()} threads)"
+    return f"{_cpu_name()} ({_num_threads()})"
+
+
+def _num_threads() -> str:
+    number = torch.get_num_threads()
+    return "1 thread" if number == 1 else f"{number} threads"
 
 
 def _cpu_name() -> str:

@@ -1,6 +1,7 @@
 """Scales, axes and curves of the report's figures."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -50,6 +51,14 @@ def test_a_run_that_ends_early_says_when(grids) -> None:
     }
     assert marked["continuous"]
     assert not marked[longest]
+
+
+@pytest.mark.parametrize(("share", "marked"), [(0.69, True), (0.71, False)])
+def test_a_run_says_when_it_ended_only_where_a_phone_has_room_for_it(grids, share: float, marked: bool) -> None:
+    """Thirty percent of its clock, which is what the longest words take on 375 pixels."""
+    grid = grids["static"]
+    scales = replace(figures.scales_of([grid]), end=grid.end / share)
+    assert (f'class="end on-common" x="{100 * share:g}%"' in figures.rows_by_steps(grid, [], scales, "")) == marked
 
 
 def test_curves_over_thousands_of_steps_stay_short(grids) -> None:

@@ -153,7 +153,7 @@ def axes(grid: Grid, scales: Scales) -> str:
 
 
 def distribution(title: str, curves: Sequence[Curve]) -> str:
-    """The share of requests that were at most so slow, one curve per run; a dot marks the median of those that have a value."""
+    """The share of requests that were at most so slow, one curve per run; a dot marks the median."""
     pooled = [value for curve in curves for value in curve.values]
     if not pooled:
         return '<p class="none">No request got that far.</p>'

@@ -145,8 +145,9 @@ def _distributions(scene: Scene, styles: dict[str, str]) -> str:
     latency = figures.distribution(whole, _curves(scene, styles, lambda request: request.latency))
     return (
         '<figure class="distributions"><figcaption><h3>How long requests took</h3><p class="note">The share of '
-        "requests that were at most so slow, from arrival; further left is faster. A dot marks the median of "
-        'those that got so far. A curve that ends below 100% lost requests.</p><ul class="keys">{keys}</ul></figcaption>\n<div class="pair">'
+        "requests that were at most so slow, from arrival; further left is faster. A dot marks the median of those "
+        f'that got so far. A curve that ends below 100% lost requests.</p><ul class="keys">{keys}</ul></figcaption>\n'
+        '<div class="pair">'
         f"<div><h4>{first}</h4>{ttft}</div>\n<div><h4>{whole}</h4>{latency}</div></div></figure>\n"
     )
 
@@ -215,7 +216,7 @@ _LEGEND: Final = (
     f"over. {_named('g', 'Padding')} is dummy work that makes short prompts as long as the longest of their batch. A "
     f"{_named('x', 'dead')} row’s request has ended, but the row is executed on because others of its batch aren’t "
     f"done. An {_named('n', 'empty')} row is held by nobody while a step runs and costs nothing; where nothing "
-    "is drawn, no step runs. The shares above a grid are of rows × time: how many rows were executed for how long. Below it, on the "
+    "is drawn, no step runs. The shares above a grid are of all that was executed, in rows × time. Below it, on the "
     "same axis: how much of the KV cache is held and how much of that stores tokens, and how many requests run "
     "and wait. "
 )

@@ -1,6 +1,7 @@
 """Both scenes under every strategy on a tiny model: the same work everywhere, honest arrivals, refusals before work."""
 
 import json
+import re
 from collections.abc import Callable
 from itertools import chain, islice
 from pathlib import Path
@@ -151,6 +152,8 @@ def test_the_offered_rate_is_seven_tenths_of_the_continuous_capacity(whole: Comp
     continuous = comparison.scenes[0].runs[-1].summary
     rate = comparison.scenes[1].rate
     assert rate == pytest.approx(0.7 * NUM_REQUESTS / continuous.makespan)
+    assert comparison.scenes[1].load == pytest.approx(0.7)
+    assert comparison.scenes[1].offered == f"{rate:.2f} requests/s, 70% of what continuous batching managed above"
     expected = list(islice(poisson(rate, 1), NUM_REQUESTS))
     for one in recorded[4:]:
         arrivals = [request.arrival for _, request in sorted(by_id(one).items())]
@@ -164,6 +167,7 @@ def test_load_is_a_share_of_the_fastest_where_continuous_does_not_run(model: Pat
     )
     fastest = min(run.summary.makespan for run in comparison.scenes[0].runs)
     assert comparison.scenes[1].rate == pytest.approx(2.0 * 3 / fastest)
+    assert re.search(r"200% of what (static batching|running one by one) managed above", comparison.scenes[1].offered)
 
 
 def test_a_rate_is_offered_as_given(model: Path) -> None:
@@ -172,6 +176,8 @@ def test_a_rate_is_offered_as_given(model: Path) -> None:
         model, num_requests=4, mean_prompt=6, mean_output=2, rate=200.0, strategies=("continuous",)
     )
     assert comparison.scenes[1].rate == 200.0
+    assert comparison.scenes[1].offered.startswith("200.00 requests/s, as asked, ")
+    assert comparison.scenes[1].load == pytest.approx(200.0 / comparison.scenes[0].runs[0].capacity)
     assert [r.arrival for r in sorted(timed.requests, key=lambda r: r.id)] == pytest.approx(
         list(islice(poisson(200.0, 0), 4)), abs=1e-6
     )
@@ -190,6 +196,7 @@ def test_recorded_arrivals_stay_or_are_stretched_to_a_rate(
     file = lines(*({"ids": [i + 1] * 5, "max_tokens": 2, "arrival": time} for i, time in enumerate(ARRIVALS)))
     comparison, (at_once, timed) = compared(model, requests=file, strategies=("continuous",), **changes)
     assert comparison.scenes[1].rate == pytest.approx(rate)
+    assert comparison.scenes[1].offered.startswith(f"{rate:.2f} requests/s, as {'asked' if changes else 'recorded'}, ")
     assert {request.arrival for request in at_once.requests} == {0.0}
     expected = {f"line-{i + 1}": (time - 1000.0) * stretch for i, time in enumerate(ARRIVALS)}
     assert {request.id: request.arrival for request in timed.requests} == pytest.approx(expected, abs=1e-6)
@@ -216,6 +223,7 @@ def test_arrivals_that_are_all_one_moment_cannot_be_stretched(
     assert_refused(ConfigError, "all arrive at the same time", settings_for(model, requests=file, **changes))
     comparison, _ = compared(model, requests=file, strategies=("continuous",))
     assert comparison.scenes[1].rate is None
+    assert comparison.scenes[1].offered == "all at the same time, as recorded"
 
 
 # ---- sources and sizes
@@ -438,8 +446,8 @@ def test_sizes_below_one_are_refused(name: str, value: int) -> None:
         ({"load": float("nan")}, "load=nan"),
         ({"max_queue_delay": -0.1}, "max_queue_delay=-0.1"),
         ({"max_queue_delay": float("nan")}, "max_queue_delay=nan"),
-        ({"requests": Path("a"), "trace": Path("b")}, "use both requests and trace"),
-        ({"rate": 1.0, "load": 0.5}, "use both rate and load"),
+        ({"requests": Path("a"), "trace": Path("b")}, "use both requests=a and trace=b"),
+        ({"rate": 1.0, "load": 0.5}, "use both rate=1.0 and load=0.5"),
         ({"scale_lengths": True}, "only a trace's lengths are scaled"),
         ({"strategies": ()}, "compare no strategies"),
         ({"strategies": ("static", "static")}, "one is named twice"),

@@ -2,7 +2,9 @@
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 from batchwright.errors import ConfigError, InputError, UnknownFact
 from batchwright.facts.hardware import Fact, Hardware
@@ -89,7 +91,7 @@ def test_what_cannot_be_measured_is_refused(device: str, dtype: str, seconds: fl
 @pytest.mark.gpu
 def test_a_gpu_stays_below_its_vendors_peak() -> None:
     """What is measured is a good part of the table's figure, and not more than it."""
-        from batchwright.facts.hardware import lookup
+    from batchwright.facts.hardware import lookup
 
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")

@@ -8,7 +8,8 @@ products were measured to do in the same time.
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from itertools import islice
 from typing import Protocol
 
@@ -40,7 +41,7 @@ from batchwright.studies.comparison import (
 )
 from batchwright.studies.drive import drive
 from batchwright.studies.roofline import measure_hardware
-from batchwright.studies.workload import Work, Workload, make_requests, read_requests, replay_trace
+from batchwright.studies.workload import VARIATION, Work, Workload, make_requests, read_requests, replay_trace
 from batchwright.traffic import poisson
 from batchwright.units import format_bytes
 
@@ -81,18 +82,23 @@ def compare(
     _check_pool(model, memory, hardware)
     bench = _Bench(settings, model, memory, hardware, watcher)
     bench.warm_up()
-    at_once = bench.scene("all at once", _ALL_AT_ONCE, work, [0.0] * len(work), None)
-    arrivals, rate = _arrivals(settings, workload, at_once)
-    over_time = bench.scene("arriving over time", _OVER_TIME, work, arrivals, rate)
+    at_once = bench.scene("all at once", _ALL_AT_ONCE, work, [0.0] * len(work), _Offer())
+    arrivals, offer = _arrivals(settings, workload, at_once)
+    over_time = bench.scene("arriving over time", _OVER_TIME, work, arrivals, offer)
     comparison = Comparison(
         settings=msgspec.to_builtins(settings, enc_hook=str),
         hardware=hardware,
         model=model.name,
         dtype=settings.dtype,
+        source=_source(settings),
         num_requests=len(work),
         num_prompt_tokens=sum(len(one.prompt) for one in work),
         num_output_tokens=sum(one.params.max_tokens for one in work),
+        longest_prompt=max(len(one.prompt) for one in work),
+        longest_output=max(one.params.max_tokens for one in work),
+        are_outputs_forced=all(one.params.ignore_eos for one in work),
         versions=_versions(),
+        date=datetime.now(UTC).date().isoformat(),
         seconds=time.perf_counter() - began,
         scenes=(at_once, over_time),
     )
@@ -100,14 +106,25 @@ def compare(
 
 
 _ALL_AT_ONCE = (
-    "All requests are there from the start, so only throughput counts: how soon is the last one done? "
+    "All requests are there from the start, so throughput is the question: how soon is the last one done? "
+    "Latencies here are mostly time in the queue. "
     "A static batch pads its prompts and keeps rows alive until its longest request ends; continuous batching "
     "gives a row to the next request at the next step."
 )
 _OVER_TIME = (
-    "Requests come one after another, so latency counts: how long does each wait, and for whom? A static batch waits "
-    "for company, a dynamic one for a bounded delay, and both make newcomers wait for the whole batch under way."
+    "Requests come one after another, so latency is the question: how long does each wait, and for whom? "
+    "A static batch waits for company, a dynamic one for a bounded delay, and both make newcomers wait for the whole "
+    "batch under way."
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """How fast requests come (`SceneResult`); nothing where all are there at once."""
+
+    rate: float | None = None
+    load: float | None = None
+    words: str = ""
 
 
 class _Bench:
@@ -138,10 +155,12 @@ class _Bench:
             self._engine(strategy, memory, "warm-up").generate([[1] * 3, [1] * 9], [_forced(3), _forced(1)])
 
     def scene(
-        self, title: str, what: str, work: Sequence[Work], arrivals: Sequence[float], rate: float | None
+        self, title: str, what: str, work: Sequence[Work], arrivals: Sequence[float], offer: _Offer
     ) -> SceneResult:
         runs = [self._run(strategy, title, work, arrivals) for strategy in self._settings.strategies]
-        return SceneResult(title=title, what=what, rate=rate, runs=tuple(runs))
+        return SceneResult(
+            title=title, what=what, rate=offer.rate, load=offer.load, offered=offer.words, runs=tuple(runs)
+        )
 
     def _run(self, strategy: Strategy, scene: str, work: Sequence[Work], arrivals: Sequence[float]) -> StrategyRun:
         self._watcher.begin(f"{scene}: {strategy}", sum(one.params.max_tokens for one in work))
@@ -247,31 +266,47 @@ _SCALED_CONTEXT = 1024
 """What `scale_lengths` fits a trace's longest request into, or the model's context if that is shorter."""
 
 
-def _arrivals(
-    settings: CompareSettings, workload: Workload, at_once: SceneResult
-) -> tuple[Sequence[float], float | None]:
-    """When requests come in the second scene, and the rate at which they do, None if all come at the same time.
+def _source(settings: CompareSettings) -> str:
+    if settings.requests is not None:
+        return f"from {settings.requests.name}"
+    if settings.trace is not None:
+        scaled = ", lengths scaled down to fit" if settings.scale_lengths else ""
+        return f"from the trace {settings.trace.name}{scaled}"
+    return f"made of Python's help texts, lognormal lengths, coefficient of variation {VARIATION:g}"
+
+
+def _arrivals(settings: CompareSettings, workload: Workload, at_once: SceneResult) -> tuple[Sequence[float], _Offer]:
+    """When requests come in the second scene, and how fast that is.
 
     Arrivals that the source has stay as they are unless a rate or a load is asked for.
     """
     recorded, num_requests = workload.arrivals, len(workload.work)
+    reference, capacity = _reference(at_once)
+    asked = (settings.load or _DEFAULT_LOAD) * capacity if settings.rate is None else settings.rate
+    why = "" if settings.rate is None else "as asked, "
     if recorded is None:
-        rate = _asked_rate(settings, num_requests, at_once)
-        return list(islice(poisson(rate, settings.seed), num_requests)), rate
+        return list(islice(poisson(asked, settings.seed), num_requests)), _offer(asked, capacity, reference, why)
     own_rate = (num_requests - 1) / recorded[-1] if recorded[-1] else None
-    if own_rate is None or (settings.rate is None and settings.load is None):
-        return recorded, own_rate
-    rate = _asked_rate(settings, num_requests, at_once)
-    return [arrival * own_rate / rate for arrival in recorded], rate
+    if own_rate is None:
+        return recorded, _Offer(words="all at the same time, as recorded")
+    if settings.rate is None and settings.load is None:
+        return recorded, _offer(own_rate, capacity, reference, "as recorded, ")
+    return [arrival * own_rate / asked for arrival in recorded], _offer(asked, capacity, reference, why)
 
 
-def _asked_rate(settings: CompareSettings, num_requests: int, at_once: SceneResult) -> float:
-    """Requests/s as given, or a share of what continuous batching, else the fastest, managed in the first scene."""
-    if settings.rate is not None:
-        return settings.rate
-    spans = {run.strategy: run.summary.makespan for run in at_once.runs if run.summary.makespan}
-    span = spans.get("continuous") or min(spans.values())
-    return (settings.load or _DEFAULT_LOAD) * num_requests / span
+def _reference(at_once: SceneResult) -> tuple[str, float]:
+    """What loads are shares of: continuous batching, else the fastest strategy, and its requests/s."""
+    capacities = {run.strategy: run.capacity for run in at_once.runs if run.capacity}
+    name = "continuous" if "continuous" in capacities else max(capacities, key=capacities.__getitem__)
+    return name, capacities[name]
+
+
+def _offer(rate: float, capacity: float, reference: str, why: str) -> _Offer:
+    manager = {"continuous": "continuous batching", "one-by-one": "running one by one"}.get(
+        reference, f"{reference} batching"
+    )
+    load = rate / capacity
+    return _Offer(rate, load, f"{rate:.2f} requests/s, {why}{load:.0%} of what {manager} managed above")
 
 
 def _forced(num_output: int) -> SamplingParams:

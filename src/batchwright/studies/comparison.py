@@ -75,7 +75,7 @@ class CompareSettings:
         for name in ("rate", "load"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"compare with {name}={value}", "it must be above 0 and finite", f"change {name}")
+                raise ConfigError(f"compare with {name}={value}", "it must be above 0 and finite", "change it")
         if not 0 <= self.max_queue_delay < float("inf"):
             asked = f"compare with max_queue_delay={self.max_queue_delay}"
             raise ConfigError(asked, "it must be 0 or more, and finite", "change max_queue_delay")
@@ -89,7 +89,8 @@ class CompareSettings:
             raise ConfigError(f"compare {', '.join(self.strategies)}", "one is named twice", "name each once")
         for one, other, what in (("requests", "trace", "what to run"), ("rate", "load", "how fast it comes")):
             if getattr(self, one) is not None and getattr(self, other) is not None:
-                raise ConfigError(f"use both {one} and {other}", f"each says {what}", "give one of them")
+                asked = f"use both {one}={getattr(self, one)} and {other}={getattr(self, other)}"
+                raise ConfigError(asked, f"each says {what}", "give one of them")
         if self.scale_lengths and self.trace is None:
             raise ConfigError("scale lengths", "only a trace's lengths are scaled", "give a trace, or leave it out")
 
@@ -125,32 +126,47 @@ class StrategyRun(msgspec.Struct, frozen=True, kw_only=True):
     useful_flops: int
     roofline_share: float | None
 
+    @property
+    def capacity(self) -> float | None:
+        """Requests/s that it managed."""
+        return self.summary.num_requests / self.summary.makespan if self.summary.makespan else None
+
 
 class SceneResult(msgspec.Struct, frozen=True, kw_only=True):
-    """All strategies over the same arrivals. `rate`: offered requests/s; None when all come at once."""
+    """All strategies over the same arrivals.
+
+    `rate`: requests/s offered, None when all come at the same time. `load`: the same as a share of what continuous
+    batching, else the fastest strategy, managed in the first scene. `offered`: both in words, and why that rate.
+    """
 
     title: str
     what: str
     rate: float | None
+    load: float | None
+    offered: str
     runs: tuple[StrategyRun, ...]
-
-    @property
-    def offered(self) -> str:
-        """The rate in words, nothing where there is none."""
-        return "" if self.rate is None else f"{self.rate:.2f} requests/s"
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of `compare`. `settings` as given; `versions` of what computed it."""
+    """The result of `compare`. `settings` as given; `versions` of what computed it; `date` (UTC) on which it ended.
+
+    `source`: where the requests came from, in words. `num_output_tokens` were produced by every strategy if
+    `are_outputs_forced`, else they are the most that may be. Lengths are tokens.
+    """
 
     settings: dict[str, object]
     hardware: Hardware
     model: str
     dtype: Literal["bfloat16", "float32"]
+    source: str
     num_requests: int
     num_prompt_tokens: int
     num_output_tokens: int
+    longest_prompt: int
+    longest_output: int
+    are_outputs_forced: bool
     versions: dict[str, str]
+    date: str
     seconds: float
     scenes: tuple[SceneResult, ...]
 

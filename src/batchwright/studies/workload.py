@@ -20,6 +20,8 @@ from batchwright.serve.weights import LoadedModel
 from batchwright.traffic import limit, lognormal_lengths, read_trace, scale_lengths
 
 MAX_LINE_BYTES = 8 << 20
+VARIATION = 0.9
+"""Coefficient of variation of the lengths of made requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def replay_trace(path: Path, model: LoadedModel, num_requests: int, *, max_conte
 
 
 def make_requests(model: LoadedModel, num_requests: int, mean_prompt: int, mean_output: int, seed: int) -> list[Work]:
-    """A seeded mix: prompts from Python's own help texts, lognormal lengths with a coefficient of variation of 0.9.
+    """A seeded mix: prompts from Python's own help texts, lognormal lengths (`VARIATION`).
 
     Raises ConfigError for means beyond half the model's context, which is also the longest that is made.
     """
@@ -106,8 +108,8 @@ def make_requests(model: LoadedModel, num_requests: int, mean_prompt: int, mean_
         if mean > longest:
             fact = f"{model.name} has a context of {model.decoder.shape.context}, and each gets half of it"
             raise ConfigError(f"make requests with {name}={mean}", fact, f"use at most {longest}")
-    prompts = lognormal_lengths(mean_prompt, 0.9, min(4, mean_prompt), longest, seed)
-    outputs = lognormal_lengths(mean_output, 0.9, min(4, mean_output), longest, seed + 1)
+    prompts = lognormal_lengths(mean_prompt, VARIATION, min(4, mean_prompt), longest, seed)
+    outputs = lognormal_lengths(mean_output, VARIATION, min(4, mean_output), longest, seed + 1)
     text, place = _text(model), 7919 * seed
     work = []
     for index, num_prompt, num_output in zip(range(num_requests), prompts, outputs, strict=False):

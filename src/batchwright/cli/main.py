@@ -4,6 +4,7 @@ Exit codes: 0 done; 1 the command could not do what was asked (the message says 
 2 the command line itself is wrong; 130 interrupted.
 """
 
+import re
 import sys
 from io import TextIOWrapper
 from typing import NoReturn
@@ -41,6 +42,19 @@ Example: batchwright compare --html compare.html --json compare.json""",
 )
 
 
+def _as_typed(message: str, arguments: list[str]) -> str:
+    """`message` with the command's settings named as its options: `num_pages` as `--num-pages`.
+
+    A name of one word is also a plain word, and stands for the setting only where a value follows: `rate=0`.
+    """
+    _, (*_, command), _ = app.parse_commands(arguments)
+    for argument in command.assemble_argument_collection():
+        name = argument.name.removeprefix("--").replace("-", "_")
+        value = "" if "_" in name else "(?==)"
+        message = re.sub(rf"(?<![\w/.-]){re.escape(name)}(?![\w/.-]){value}", argument.name, message)
+    return message
+
+
 def main() -> NoReturn:
     """Run the command named on the command line."""
     for stream in (sys.stdout, sys.stderr):
@@ -51,7 +65,7 @@ def main() -> NoReturn:
     except CycloptsError:
         sys.exit(2)
     except BatchwrightError as error:
-        message = Text.assemble(("error", "bold red"), f": {error}")
+        message = Text.assemble(("error", "bold red"), f": {_as_typed(str(error), sys.argv[1:])}")
         Console(stderr=True, highlight=False, soft_wrap=True).print(message)
         sys.exit(1)
     except KeyboardInterrupt:

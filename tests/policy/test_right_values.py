@@ -5,6 +5,7 @@ import pytest
 from batchwright.errors import ConfigError
 from batchwright.policy.continuous import Continuous, ContinuousSettings
 from batchwright.policy.dynamic import DynamicSettings, dynamic
+from batchwright.policy.ledger import Ledger
 from batchwright.policy.order import Queueing, by_aged_priority, by_strict_priority
 from batchwright.policy.pages import Memory
 from batchwright.policy.static import one_by_one, static
@@ -674,3 +675,12 @@ def test_settings_out_of_range_or_without_effect_are_refused(make) -> None:
     assert caught.value.asked
     assert caught.value.fact
     assert caught.value.remedy
+
+
+def test_far_deadlines_of_ended_requests_are_forgotten() -> None:
+    """Three thousand requests that ended long before their deadlines leave no heap of them behind."""
+    ledger = Ledger(Memory(64, 16, 1024), Queueing())
+    for index in range(3000):
+        ledger.enter(Request(str(index), 4, 1, deadline=1e9), now=0.0)
+        ledger.end(ledger.live[str(index)])
+    assert len(ledger._expiries) <= 110

@@ -1,8 +1,10 @@
 """The engine: every request ends once, whatever happens to it; its neighbours and the pages are unharmed."""
 
 import re
+import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -851,3 +853,91 @@ def test_a_stream_leaves_other_requests_outputs_to_step() -> None:
     engine.generate([[4, 5]], forced(6))
     assert engine.num_live == 0
     assert [output.request_id for output in engine.step() or ()] == ["mine", "mine"]
+
+
+# ---- what broke it once
+
+
+def test_an_id_is_free_again_only_after_its_last_output() -> None:
+    """A callback that reuses its own id at its end is told so; the next request may have it."""
+    engine = real()
+    errors: list[str] = []
+
+    def on_output(output: Output) -> None:
+        if output.finish_reason:
+            with pytest.raises(RequestError, match="that id is live") as caught:
+                engine.submit([1, 2], forced(1), request_id=output.request_id)
+            errors.append(str(caught.value))
+
+    for _ in range(2):
+        engine.submit([1, 2], forced(2), request_id="a", on_output=on_output)
+        drain(engine)
+    assert len(errors) == 2
+    assert [record.finish_reason for record in engine.recorder.requests] == ["length", "length"]
+
+
+@pytest.mark.parametrize("policy", [one_by_one, lambda memory: static(memory, 3), Continuous])
+@pytest.mark.parametrize("at", range(2, 40))
+def test_an_interrupt_anywhere_leaves_a_usable_engine(policy: Policy, at: int) -> None:
+    """Ctrl-C at the n-th look at the clock: no page is lost, and what runs afterwards ends."""
+    looks = count(1)
+
+    def clock() -> float:
+        number = next(looks)
+        if number == at:
+            signal.raise_signal(signal.SIGINT)
+        return float(number)
+
+    engine, _ = pretending(policy, clock=clock)
+    while next(looks) <= at:
+        with suppress(KeyboardInterrupt):
+            engine.generate([[1, 2, 3], [4, 5]], forced(3))
+    assert is_empty(engine)
+    assert [one.finish_reason for one in engine.generate([[1], [2]], forced(2))] == ["length"] * 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"priority": float("nan")},
+        {"priority": 10**400},
+        {"priority": "high"},
+        {"priority": None},
+        {"deadline": float("nan")},
+        {"deadline": 10**400},
+        {"deadline": "soon"},
+        {"queue_timeout": float("inf")},
+        {"request_id": 7},
+        {"request_id": "\ud800"},
+    ],
+)
+@pytest.mark.parametrize("policy", [lambda memory: dynamic(memory, DynamicSettings(4)), Continuous])
+def test_a_number_that_is_none_is_refused_before_it_is_compared(policy: Policy, wrong: dict[str, Any]) -> None:
+    """In three parts, and without a trace of the request."""
+    engine = real(policy)
+    with pytest.raises(RequestError):
+        engine.submit([1, 2], forced(2), **wrong)
+    assert is_empty(engine)
+    assert engine.generate([[1, 2]], forced(2))[0].finish_reason == "length"
+
+
+def test_a_callback_may_wait_for_a_thread_that_submits() -> None:
+    """Outputs are delivered without holding the engine."""
+    engine = real()
+
+    def on_output(output: Output) -> None:
+        if output.finish_reason is None:
+            thread = threading.Thread(target=engine.submit, args=([4, 5], forced(1)))
+            thread.start()
+            thread.join(timeout=30)
+            assert not thread.is_alive()
+
+    engine.submit([1, 2, 3], forced(2), on_output=on_output)
+    drain(engine)
+    assert sorted(record.finish_reason for record in engine.recorder.requests) == ["length", "length"]
+
+
+def test_half_a_surrogate_pair_is_refused_alone(smollm2: LoadedModel) -> None:
+    """The other prompt is answered."""
+    refused, answered = Engine(smollm2).generate(["\ud800", "Hello"], forced(1))
+    assert (refused.finish_reason, answered.finish_reason) == ("refused", "length")

@@ -7,7 +7,7 @@ Every admitted request ends exactly once, and pages held + free == total after e
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from batchwright.policy.order import Queueing, Rank, RankedQueue
 from batchwright.policy.pages import Memory, PagePool
@@ -301,6 +301,9 @@ class Ledger:
         self._num_stored -= num_tokens
 
     def _expect_expiry(self, progress: Progress, now: float) -> None:
+        if len(self._expiries) > _MOST_STALE + 4 * len(self.live):  # two entries a live request, and as many stale ones
+            self._expiries = [entry for entry in self._expiries if not entry[2].ended]
+            heapify(self._expiries)
         request = progress.request
         waits = [wait for wait in (request.queue_timeout, self._queueing.timeout) if wait is not None]
         if waits:
@@ -327,6 +330,11 @@ class Ledger:
             return refused("invalid", f"add request {request.id!r}", "that id is live", "use another id")
         if request.num_prompt < 1 or request.max_tokens < 1:
             return refused("invalid", lengths, "both must be at least 1", "give a prompt, and raise max_tokens")
+        if not all(
+            _is_sane(number) for number in (request.priority, request.deadline or 0, request.queue_timeout or 0)
+        ):
+            fact = f"priority={request.priority!r:.40}, deadline and queue_timeout must be numbers below {_LARGEST:g}"
+            return refused("invalid", lengths, fact, "correct them")
         if not 1 <= request.num_rows <= most_rows:
             asked = f"run {request.num_rows} rows in one request"
             return refused("invalid", asked, f"a request may have 1 to {most_rows} here", "send several requests")
@@ -341,3 +349,14 @@ class Ledger:
             fact = f"{len(self.waiting)} wait, which is the limit"
             return refused("queue_full", "queue one more request", fact, "try again later")
         return None
+
+
+_MOST_STALE = 100
+"""Expiries of ended requests that are kept before they are looked through."""
+
+_LARGEST = 1e15
+"""Of what is compared, or added up, as a float: priorities and times."""
+
+
+def _is_sane(number: object) -> bool:
+    return isinstance(number, int | float) and abs(number) < _LARGEST

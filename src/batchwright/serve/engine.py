@@ -1,8 +1,8 @@
 """The live driver: requests in, plans from the scheduler to the executor, tokens and text out.
 
 It holds no policy and no tensors. One `step` is: drop what has expired, ask for a plan, execute it, commit what
-happened, hand out the new tokens. Every submitted request ends exactly once, whatever happens to it: a finish reason is in its
-last `Output`, and its record in `engine.recorder`.
+happened, hand out the new tokens. Every submitted request ends exactly once, whatever happens to it: a finish reason
+is in its last `Output`, and its record in `engine.recorder`.
 """
 
 import time
@@ -22,6 +22,7 @@ from batchwright.policy.pages import Memory
 from batchwright.policy.types import Dropped, ItemOutcome, Refused, Request, Scheduler, StepOutcome, StepPlan
 from batchwright.records import FinishReason, Recorder
 from batchwright.serve.executor import Executor, RowResult, TorchExecutor
+from batchwright.serve.interrupts import uninterrupted
 from batchwright.serve.keys import PageKeys
 from batchwright.serve.prompts import Params, Prompt, as_prompts, paired, token_ids
 from batchwright.serve.sampling import Sampled, SamplingParams
@@ -33,6 +34,8 @@ Failure = Literal["oom", "exception"]
 
 DEFAULT_KV_BYTES = 1 << 30
 _ID = "request-"
+_LONGEST = 1e9  # seconds, of any wait
+_LONG_WAIT = 3600.0  # seconds, before looking again
 _SHORT_WAIT = 0.001  # seconds, when it is not known what is waited for
 
 
@@ -108,6 +111,15 @@ def _locked(method: Callable[Concatenate["Engine", P], R]) -> Callable[Concatena
     return locked
 
 
+class _Done(NamedTuple):
+    """A step that was executed, or `failed`, with the reason in `message`."""
+
+    started: float
+    results: Sequence[RowResult]
+    failed: Failure | None = None
+    message: str = ""
+
+
 class _Delivery(NamedTuple):
     """An output on its way to its request's callback, or to the caller of `step`."""
 
@@ -147,9 +159,11 @@ class Engine:
         self.scheduler = _scheduler(policy, self.memory)
         self.executor = executor(self.model.decoder, self.memory)
         self._clock = clock
-        self._lock = RLock()
+        self._lock = RLock()  # over all state
+        self._delivering = RLock()  # outputs are delivered in order, and without holding up other threads' submits
         self.recorder = Recorder(run, self.memory.page_size, origin=clock())
         self._live: dict[str, _Live] = {}
+        self._ending: set[str] = set()  # ended, and not yet told
         self._outputs: list[Output] = []
         self._undelivered: deque[_Delivery] = deque()
         self._num_submitted = self._num_named = 0
@@ -180,7 +194,7 @@ class Engine:
         params = params or SamplingParams()
         if params.seed is None:
             params = replace(params, seed=self._num_submitted)
-        request_id = request_id or self._new_id()
+        request_id = self._checked_id(request_id)
         tokens = token_ids(prompt, self.model)
         now = self._clock()
         live = _Live(tokens, params, self.model, self.memory.page_size, on_output)
@@ -190,8 +204,8 @@ class Engine:
                 num_prompt=len(tokens),
                 max_tokens=params.max_tokens,
                 priority=priority,
-                deadline=None if deadline is None else now + deadline,
-                queue_timeout=queue_timeout,
+                deadline=None if deadline is None else now + _seconds("deadline", deadline),
+                queue_timeout=None if queue_timeout is None else _seconds("queue_timeout", queue_timeout),
                 keys=live.prompt_keys,
             ),
             now,
@@ -205,13 +219,16 @@ class Engine:
         self.recorder.arrived(request_id, now if arrival is None else arrival, len(tokens), answer.max_tokens)
         return request_id
 
-    @_locked
     def abort(self, request_id: str) -> None:
         """End a request now and free its pages; unknown and ended ids are ignored."""
+        self._abort(request_id)
+        self._deliver()
+
+    @_locked
+    def _abort(self, request_id: str) -> None:
         if request_id in self._live:
             self.scheduler.abort(request_id, self._clock())
             self._end(request_id, "abort")
-            self._deliver()
 
     @_locked
     def flush(self) -> None:
@@ -229,7 +246,6 @@ class Engine:
 
     # ---- running
 
-    @_locked
     def step(self) -> list[Output] | None:
         """Run at most one step; the outputs that it and the time that has passed brought. None: nothing could run now.
 
@@ -251,7 +267,7 @@ class Engine:
         To be called when `step` had nothing to do. If neither is known, sleeps for a millisecond.
         """
         times = [moment for moment in (self.wakeup(), until) if moment is not None]
-        time.sleep(max(0.0, min(times) - self._clock()) if times else _SHORT_WAIT)
+        time.sleep(min(max(0.0, min(times) - self._clock()), _LONG_WAIT) if times else _SHORT_WAIT)
 
     def stream(self, prompts: Prompt | Iterable[Prompt], params: Params = None) -> Iterator[Output]:
         """Submit `prompts` (one, or several) and yield their outputs as they come, interleaved.
@@ -263,7 +279,7 @@ class Engine:
         inbox: deque[Output] = deque()  # filled by whoever steps the engine, be it another stream
         try:
             for prompt, its_params in paired(as_prompts(prompts), params):
-                request_id = self._new_id()
+                request_id = self._named()
                 try:
                     mine.add(self.submit(prompt, its_params, request_id=request_id, on_output=inbox.append))
                 except RequestError as error:
@@ -306,46 +322,58 @@ class Engine:
 
     # ---- one step
 
-    @_locked
     def _advance(self) -> bool:
         """Drop what has expired, run a step if one can run, deliver what came of both; whether a step ran."""
+        has_run = self._run_step()
+        self._deliver()
+        return has_run
+
+    @_locked
+    def _run_step(self) -> bool:
+        """An interrupt, or a bug in the executor, is the caller's, but the plan's pages must not be lost to it."""
+        plan: StepPlan | None = None
+        try:
+            with uninterrupted():
+                plan = self._plan()
+            if plan is None:
+                return False
+            done = self._execute(plan)
+            with uninterrupted():
+                finished, plan = plan, None
+                self._commit(finished, done)
+        except BaseException as error:
+            if plan is not None:
+                with uninterrupted():
+                    self._commit(plan, _Done(self._clock(), (), "exception", repr(error)))
+            raise
+        return True
+
+    def _plan(self) -> StepPlan | None:
         now = self._clock()
         for dropped in self.scheduler.advance(now):
             self._drop(dropped)
         plan = self.scheduler.plan(now)
         if plan is not None:
-            self._run(plan, now)
-        self._deliver()
-        return plan is not None
+            self.recorder.planned(plan, self.scheduler.load, now)
+        return plan
 
-    def _run(self, plan: StepPlan, now: float) -> None:
-        self.recorder.planned(plan, self.scheduler.load, now)
+    def _execute(self, plan: StepPlan) -> _Done:
+        """What came of it: the one place where what an executor may raise becomes an outcome."""
         started = self._clock()
         try:
-            results, failed, message = self._execute(plan)
-        except BaseException as error:  # a bug or an interrupt is the caller's, but the pages must not be lost to it
-            self._commit(plan, started, "exception", repr(error), ())
-            raise
-        self._commit(plan, started, failed, message, results)
-
-    def _commit(
-        self, plan: StepPlan, started: float, failed: Failure | None, message: str, results: Sequence[RowResult]
-    ) -> None:
-        finished = self._clock()
-        self.recorder.committed(plan.id, started, finished, failed)
-        items = () if failed else tuple(self._items(plan, results, finished))
-        for dropped in self.scheduler.commit(plan.id, finished, StepOutcome(items, failed)):
-            self._drop(dropped, message)
-
-    def _execute(self, plan: StepPlan) -> tuple[list[RowResult], Failure | None, str]:
-        """The results, or how the step failed: the one place where what an executor may raise becomes an outcome."""
-        try:
-            return self.executor.execute(plan), None, ""
+            return _Done(started, self.executor.execute(plan))
         except (torch.OutOfMemoryError, MemoryError) as error:
-            return [], "oom", str(error) or "out of memory"
+            return _Done(started, (), "oom", str(error) or "out of memory")
         except RuntimeError as error:
             is_memory = "can't allocate memory" in str(error)
-            return [], "oom" if is_memory else "exception", str(error)
+            return _Done(started, (), "oom" if is_memory else "exception", str(error))
+
+    def _commit(self, plan: StepPlan, done: _Done) -> None:
+        finished = self._clock()
+        self.recorder.committed(plan.id, done.started, finished, done.failed)
+        items = () if done.failed else tuple(self._items(plan, done.results, finished))
+        for dropped in self.scheduler.commit(plan.id, finished, StepOutcome(items, done.failed)):
+            self._drop(dropped, done.message)
 
     def _items(self, plan: StepPlan, results: Sequence[RowResult], now: float) -> Iterator[ItemOutcome]:
         """What the scheduler learns of each live row."""
@@ -395,24 +423,36 @@ class Engine:
 
     def _forget(self, request_id: str) -> None:
         del self._live[request_id]
+        self._ending.add(request_id)
         self.executor.remove(request_id)
 
     # ---- deliveries
 
     def _deliver(self) -> None:
         """Hand out what there is, after its step was committed: a callback may submit, abort, and even step."""
-        while self._undelivered:
-            live, output, when = self._undelivered.popleft()
-            raised = self._notify(live, output)
-            if raised is not None and output.finish_reason is not None:
-                output = replace(output, finish_reason="error", error=raised)
-            elif raised is not None and self._live.get(output.request_id) is live:
-                self.scheduler.abort(output.request_id, self._clock())
-                self._end(output.request_id, "error", raised)
-            if live.on_output is None:
-                self._outputs.append(output)
-            if output.finish_reason is not None:
-                self.recorder.ended(output.request_id, when, output.finish_reason, output.error)
+        with self._delivering:
+            while self._undelivered:
+                live, output, when = self._undelivered.popleft()
+                try:
+                    raised = self._notify(live, output)
+                    if raised is not None:
+                        output = self._failed(live, output, raised)
+                    if live.on_output is None:
+                        self._outputs.append(output)
+                finally:
+                    if output.finish_reason is not None:
+                        self.recorder.ended(output.request_id, when, output.finish_reason, output.error)
+                        self._ending.discard(output.request_id)
+
+    @_locked
+    def _failed(self, live: _Live, output: Output, raised: str) -> Output:
+        """End the request whose callback raised; `output` as it now is."""
+        if output.finish_reason is not None:
+            return replace(output, finish_reason="error", error=raised)
+        if self._live.get(output.request_id) is live:
+            self.scheduler.abort(output.request_id, self._clock())
+            self._end(output.request_id, "error", raised)
+        return output
 
     def _notify(self, live: _Live, output: Output) -> str | None:
         """Call its callback, if it has one; what to say if that raised. It is then not called again."""
@@ -429,13 +469,36 @@ class Engine:
     # ---- prompts
 
     @_locked
-    def _new_id(self) -> str:
-        """An id that no live request has; its number is higher than those before."""
+    def _named(self) -> str:
+        return self._checked_id(None)
+
+    def _checked_id(self, request_id: str | None) -> str:
+        """`request_id` if it is free, or a new one, whose number is higher than those before."""
+        taken = self._live.keys() | self._ending
+        given: object = request_id
+        if request_id is not None:
+            if not isinstance(given, str) or not given.isprintable() or given in taken:
+                fact = "that id is live" if given in taken else "an id is printable text"
+                raise RequestError(f"submit request {given!r:.80}", fact, "use another id")
+            return request_id
         while True:
-            request_id = f"{_ID}{self._num_named}"
+            name = f"{_ID}{self._num_named}"
             self._num_named += 1
-            if request_id not in self._live:
-                return request_id
+            if name not in taken:
+                return name
+
+
+def _seconds(name: str, value: float) -> float:
+    """A duration as a finite float. Raises RequestError."""
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RequestError(f"submit a request with {name}={value!r:.40}", str(error), "give seconds") from error
+    if not abs(seconds) < _LONGEST:
+        raise RequestError(
+            f"submit a request with {name}={seconds}", f"the limit is {_LONGEST:g} s", "give less, or None"
+        )
+    return seconds
 
 
 def default_memory(model: LoadedModel, page_size: int = 16, num_bytes: int = DEFAULT_KV_BYTES) -> Memory:

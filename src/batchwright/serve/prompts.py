@@ -42,6 +42,8 @@ def token_ids(prompt: Prompt, model: LoadedModel) -> list[int]:
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise RequestError(asked, f"{model.name} has no tokenizer: {model.no_tokenizer}", "give token ids")
+        if not prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise RequestError(asked, "its prompt holds half a surrogate pair, which is no character", "remove it")
         tokens = model.tokenizer.encode(prompt)
     else:
         try:

@@ -42,11 +42,11 @@ class SamplingParams:
     """How one request's tokens are chosen and when they end; the defaults are greedy decoding of 128 tokens.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. Without a `seed`, a request's place in the engine's
-    order of submission is its seed, so that equal prompts get different answers. `stop` strings (at most 16, of at most 1,000 characters) end the text
-    before themselves; a bare string counts as one, None as none. `stop_token_ids` end it in addition to the model's own
-    end tokens, which `ignore_eos` disregards. `logprobs` asks for the chosen token's log-probability and those of that
-    many likeliest tokens, under the model's own distribution: before temperature and filters, as OpenAI and vLLM report
-    it.
+    order of submission is its seed, so that equal prompts get different answers. `stop` strings (at most 16, of at
+    most 1,000 characters) end the text before themselves; a bare string counts as one, None as none. `stop_token_ids`
+    end it in addition to the model's own end tokens, which `ignore_eos` disregards. `logprobs` asks for the chosen
+    token's log-probability and those of that many likeliest tokens, under the model's own distribution: before
+    temperature and filters, as OpenAI and vLLM report it.
     Raises RequestError for a value out of range.
     """
 

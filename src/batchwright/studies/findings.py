@@ -27,7 +27,7 @@ def verdict(comparison: Comparison, records: Mapping[str, Recorded]) -> str:
         (time, [name for _, name in tied]) for time, tied in groupby(ranked, lambda one: _time(one[0]))
     )
     num_requests = comparison.num_requests
-    given = f"Given all {num_requests} requests at once, " if num_requests > 1 else "Given one request, "
+    given = f"Given {num_requests:,} requests at once, " if num_requests > 1 else "Given one request, "
     found = f"{given}{listed(fastest)} finished in {first}{_each(fastest)}"
     if later:
         found += "; " + listed([f"{listed(tied)} took {time}{_each(tied)}" for time, tied in later])

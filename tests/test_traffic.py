@@ -264,6 +264,13 @@ MOONCAKE = '{"timestamp": 5, "input_length": 600, "output_length": 2, "hash_ids"
         (MOONCAKE + MOONCAKE.replace("600", '"600"'), "line 2 .*input_length"),
         (MOONCAKE + MOONCAKE.replace(": 5", ": NaN"), "line 2 .*timestamp"),
         (MOONCAKE + MOONCAKE.replace(": 5", ": 4"), "line 2 .*before the line above"),
+        (AZURE + "2023-11-16 18:15:47,1000000001,2\n", "line 3 .*more than 1,000,000,000"),
+        (AZURE + "2023-11-16 18:15:47,10,1000000001\n", "line 3 .*more than 1,000,000,000"),
+        (AZURE + f"2023-11-16 18:15:47,10,{'9' * 5000}\n", "line 3 .*digits"),
+        (MOONCAKE + MOONCAKE.replace('h": 2', 'h": 1000000001'), "line 2 .*more than 1,000,000,000"),
+        (MOONCAKE + MOONCAKE.replace(": 5", ": 1.1e15"), "line 2 .*timestamp is 1100000000000000.0, not"),
+        (MOONCAKE + MOONCAKE.replace(": 5", ": -1.1e15"), "line 2 .*timestamp is -1100000000000000.0, not"),
+        (MOONCAKE + MOONCAKE.replace(": 5", ": 1e999"), "line 2 .*timestamp is inf"),
         ("time,prompt\n1,2\n", "line 1 .*neither"),
         ("", "line 1 .*neither"),
     ],
@@ -274,6 +281,45 @@ def test_a_broken_trace_names_the_line(tmp_path: Path, text: str, complaint: str
     path.write_text(text)
     with pytest.raises(InputError, match=complaint):
         list(traffic.read_trace(path))
+
+
+@pytest.mark.parametrize("time", ["1e308", "1" + "0" * 400])
+def test_a_timestamp_too_large_for_a_float_is_no_overflow_error(tmp_path: Path, time: str) -> None:
+    """Rounding the one to nanoseconds overflowed, and so did asking whether the other is finite."""
+    path = tmp_path / "trace"
+    path.write_text(MOONCAKE + MOONCAKE.replace(": 5", f": {time}"))
+    with pytest.raises(InputError, match=r"line 2 .*timestamp is 1"):
+        list(traffic.read_trace(path))
+
+
+def test_a_deeply_nested_line_is_no_recursion_error(tmp_path: Path) -> None:
+    """Hash ids that open a hundred thousand lists."""
+    path = tmp_path / "trace"
+    path.write_text(MOONCAKE + MOONCAKE.replace("[1, 2]", "[" * 100_000 + "]" * 100_000))
+    with pytest.raises(InputError, match=r"line 2 .*recursion"):
+        list(traffic.read_trace(path))
+
+
+def test_a_line_without_an_end_is_not_read_to_its_end(tmp_path: Path) -> None:
+    """Only a line's length above the limit is ever held, also of a file that goes on for ever."""
+    path = tmp_path / "trace"
+    path.write_text(AZURE + "2" * 2_000_000)
+    with pytest.raises(InputError, match="line 3 is longer than 1 MiB; give a file with one request per line"):
+        list(traffic.read_trace(path))
+    endless = Path("/dev/zero")
+    if endless.exists():
+        with pytest.raises(InputError, match="line 1 is longer than 1 MiB"):
+            traffic.read_trace(endless)
+
+
+def test_what_is_wrong_with_a_long_line_is_told_in_short(tmp_path: Path) -> None:
+    """A million characters in the wrong place do not become a million in the message."""
+    path = tmp_path / "trace"
+    for text in (AZURE + "2" * 10**6 + ",10,2\n", MOONCAKE + MOONCAKE.replace(": 600", f': "{"6" * 10**6}"')):
+        path.write_text(text)
+        with pytest.raises(InputError) as refusal:
+            list(traffic.read_trace(path))
+        assert len(refusal.value.fact) < 400
 
 
 def test_a_missing_trace_is_refused_at_once(tmp_path: Path) -> None:
@@ -299,6 +345,17 @@ def test_a_binary_file_is_no_trace(tmp_path: Path) -> None:
         lambda: traffic.gamma(1, 0, 0),
         lambda: traffic.ramp(0, 0, 10, 0),
         lambda: traffic.ramp(1, 2, 0, 0),
+        lambda: traffic.ramp(1, 1e308, 10, 0),
+        lambda: traffic.ramp(float("nan"), 1, 10, 0),
+        lambda: traffic.ramp(1, 2, float("inf"), 0),
+        lambda: traffic.uniform(float("inf")),
+        lambda: traffic.uniform(1e-320),
+        lambda: traffic.gamma(float("inf"), 1, 0),
+        lambda: traffic.gamma(1, 1e200, 0),
+        lambda: traffic.gamma(1, 1e-200, 0),
+        lambda: traffic.lognormal_lengths(50, 1e200, 1, 100, 0),
+        lambda: traffic.lognormal_lengths(50, float("nan"), 1, 100, 0),
+        lambda: traffic.uniform_lengths(1, 10**9 + 1, 0),
         lambda: traffic.fixed_lengths(0),
         lambda: traffic.uniform_lengths(5, 4, 0),
         lambda: traffic.lognormal_lengths(50, 1, 100, 200, 0),
@@ -306,6 +363,10 @@ def test_a_binary_file_is_no_trace(tmp_path: Path) -> None:
         lambda: traffic.limit([], 0),
         lambda: traffic.scale_lengths([], 1),
         lambda: traffic.scale_rate([], 1),
+        lambda: traffic.scale_rate([TrafficRequest("a", 0.0, 1, 1), TrafficRequest("b", 1.0, 1, 1)], float("nan")),
+        lambda: traffic.scale_rate([TrafficRequest("a", 0.0, 1, 1), TrafficRequest("b", 1.0, 1, 1)], float("inf")),
+        lambda: traffic.scale_rate([TrafficRequest("a", 0.0, 1, 1), TrafficRequest("b", float("inf"), 1, 1)], 1),
+        lambda: traffic.scale_rate([TrafficRequest("a", 0.0, 1, 1), TrafficRequest("b", 1e-320, 1, 1)], 1),
         lambda: traffic.scale_rate([TrafficRequest("a", 0.0, 1, 1), TrafficRequest("b", 0.0, 1, 1)], 1),
     ],
 )

@@ -10,15 +10,16 @@ import json
 import math
 import random
 import re
+import reprlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TextIO, TypeVar
 
 from batchwright.errors import ConfigError, InputError
-from batchwright.units import format_tokens
+from batchwright.units import format_bytes, format_tokens
 
 T = TypeVar("T")
 
@@ -86,7 +87,8 @@ def gamma(rate: float, cv: float, seed: int) -> Iterator[float]:
     Shape is 1 / cv**2 (the "burstiness" of other load generators) and scale cv**2 / rate.
     """
     _require_rate("gamma", rate)
-    _require(0 < cv < math.inf, "gamma arrivals", f"cv is {cv}", "give a positive coefficient of variation")
+    remedy = f"give a positive coefficient of variation, from {1 / MAX_CV:g} to {MAX_CV:g}"
+    _require(1 / MAX_CV <= cv <= MAX_CV, "gamma arrivals", f"cv is {cv}", remedy)
     rng = _random("gamma", seed)
     return _running_sum(rng.gammavariate(1 / cv**2, cv**2 / rate) for _ in count())
 
@@ -98,14 +100,13 @@ def ramp(rate_from: float, rate_to: float, duration: float, seed: int) -> Iterat
     (Cinlar, Introduction to Stochastic Processes, 1975, section 4.7), so no thinning and no rejected draws.
     """
     _require(
-        0 <= rate_from < math.inf and 0 <= rate_to < math.inf and rate_from + rate_to > 0,
+        0 <= rate_from <= RATES[1] and 0 <= rate_to <= RATES[1] and rate_from + rate_to > 0,
         "ramp arrivals",
         f"the rate goes from {rate_from} to {rate_to} per second",
-        "give rates of at least 0, not both 0",
+        f"give rates from 0 to {RATES[1]:g}, not both 0",
     )
-    _require(
-        0 < duration < math.inf, "ramp arrivals", f"duration is {duration} seconds", "give a positive number of seconds"
-    )
+    remedy = f"give a positive number of seconds, at most {MAX_SECONDS:g}"
+    _require(0 < duration <= MAX_SECONDS, "ramp arrivals", f"duration is {duration} seconds", remedy)
     return _ramp(rate_from, rate_to, duration, seed)
 
 
@@ -133,10 +134,10 @@ def lognormal_lengths(mean: float, cv: float, low: int, high: int, seed: int) ->
     """
     _require_range("log-normal lengths", low, high)
     _require(
-        low <= mean <= high and 0 <= cv < math.inf,
+        low <= mean <= high and 0 <= cv <= MAX_CV,
         "log-normal lengths",
         f"mean {mean} and cv {cv} for lengths {low} to {high}",
-        "give a mean within the range and a cv of at least 0",
+        f"give a mean within the range and a cv from 0 to {MAX_CV:g}",
     )
     variance = math.log1p(cv**2)
     rng = _random("lognormal lengths", seed)
@@ -185,6 +186,12 @@ def scale_rate(requests: Iterable[TrafficRequest], rate: float) -> list[TrafficR
         "use requests that arrive at two different times at least",
     )
     stretch = (len(kept) - 1) / rate / span
+    _require(
+        stretch < math.inf and all(math.isfinite(request.arrival) for request in kept),
+        f"scale {len(kept)} requests to {rate} per second",
+        f"their arrivals span {span:g} s, or some are not finite, so that times would not be either",
+        "use requests whose arrivals are finite and further apart",
+    )
     return [replace(request, arrival=(request.arrival - kept[0].arrival) * stretch) for request in kept]
 
 
@@ -196,7 +203,8 @@ def read_trace(path: Path) -> Iterator[TrafficRequest]:
 
     Formats, told apart by the first line: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) and Mooncake's
     JSON lines (timestamp in ms, input_length, output_length, hash_ids of 512-token blocks). Raises InputError, with
-    the line number; for a file that is missing or of another format, at once.
+    the line number; for a file that is missing or of another format, at once. No more than MAX_LINE is read ahead,
+    so that a file without lines is refused and not held in memory.
     """
     parse_row, skip = _format_of(path)
     return _rows(path, parse_row, skip)
@@ -205,6 +213,21 @@ def read_trace(path: Path) -> Iterator[TrafficRequest]:
 AZURE_HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE_BLOCK = 512
 
+MAX_LINE = 2**20
+"""Characters in a line of a trace."""
+
+MAX_TOKENS = 10**9
+"""Of a prompt or an output."""
+
+MAX_SECONDS = 1e12
+"""On a trace's clock, or for a ramp."""
+
+RATES = (1e-12, 1e12)
+"""Per second: beyond them gaps are no longer told from 0, or times from infinity."""
+
+MAX_CV = 1e6
+"""Of gaps or lengths: the square must stay a number."""
+
 
 def _require(condition: bool, asked: str, fact: str, remedy: str) -> None:  # noqa: FBT001
     if not condition:
@@ -212,11 +235,14 @@ def _require(condition: bool, asked: str, fact: str, remedy: str) -> None:  # no
 
 
 def _require_rate(process: str, rate: float) -> None:
-    _require(0 < rate < math.inf, f"{process} arrivals", f"rate is {rate} per second", "give a positive rate")
+    low, high = RATES
+    remedy = f"give a positive rate, from {low:g} to {high:g}"
+    _require(low <= rate <= high, f"{process} arrivals", f"rate is {rate} per second", remedy)
 
 
 def _require_range(what: str, low: int, high: int) -> None:
-    _require(1 <= low <= high, what, f"they go from {low} to {high}", "give a range that starts at 1 or above")
+    remedy = f"give a range that starts at 1 or above and ends at {format_tokens(MAX_TOKENS)} or below"
+    _require(1 <= low <= high <= MAX_TOKENS, what, f"they go from {low} to {high}", remedy)
 
 
 def _random(kind: str, seed: int) -> random.Random:
@@ -290,7 +316,7 @@ def _format_of(path: Path) -> tuple[Callable[[str], _Row], int]:
     """How to parse a line, and how many lines to skip first."""
     try:
         with path.open(encoding="utf-8-sig", errors="replace") as file:
-            first = file.readline().strip()
+            first = next(_lines(path, file), (1, ""))[1].strip()
     except OSError as error:
         raise InputError(
             f"read a trace from {path}", str(error), "give the path of a CSV or JSON lines file"
@@ -311,19 +337,33 @@ def _rows(path: Path, parse_row: Callable[[str], _Row], skip: int) -> Iterator[T
     first: int | None = None
     last: int | None = None
     with path.open(encoding="utf-8-sig", errors="replace") as file:
-        for number, line in islice(enumerate(file, start=1), skip, None):
+        for number, line in islice(_lines(path, file), skip, None):
             if not line.strip():
                 continue
             try:
                 row = _checked(parse_row(line.strip()), last)
-            except ValueError as error:
-                raise InputError(
-                    f"read a trace from {path}", f"line {number} is no request ({error})", "repair or remove the line"
-                ) from error
+            except (ValueError, OverflowError, RecursionError) as error:
+                fact = f"line {number} is no request ({error!s:.300})"
+                raise InputError(f"read a trace from {path}", fact, "repair or remove the line") from error
             first, last = row.time if first is None else first, row.time
             yield TrafficRequest(
                 str(number), (row.time - first) / 1e9, row.num_prompt, row.num_output, row.keys, row.key_block
             )
+
+
+def _lines(path: Path, file: TextIO) -> Iterator[tuple[int, str]]:
+    """The numbered lines of `file`, of which never more than one is held."""
+    for number in count(1):
+        line = file.readline(MAX_LINE + 1)
+        if len(line) > MAX_LINE:
+            raise InputError(
+                f"read a trace from {path}",
+                f"line {number} is longer than {format_bytes(MAX_LINE)}",
+                "give a file with one request per line",
+            )
+        if not line:
+            return
+        yield number, line
 
 
 def _checked(row: _Row, last: int | None) -> _Row:
@@ -331,6 +371,8 @@ def _checked(row: _Row, last: int | None) -> _Row:
     if row.num_prompt < 1 or row.num_output < 1:
         lengths = f"{format_tokens(row.num_prompt)} prompt and {format_tokens(row.num_output)} output tokens"
         raise ValueError(f"it has {lengths}, and needs at least 1 of each")
+    if row.num_prompt > MAX_TOKENS or row.num_output > MAX_TOKENS:
+        raise ValueError(f"it has more than {format_tokens(MAX_TOKENS)} prompt or output tokens")
     if last is not None and row.time < last:
         raise ValueError("it arrives before the line above it")
     return row
@@ -347,14 +389,14 @@ def _azure_row(line: str) -> _Row:
         raise ValueError(f"it has {len(cells)} columns, not {len(AZURE_HEADER)}")
     match = _TIMESTAMP.fullmatch(cells[0])
     if match is None:
-        raise ValueError(f"{cells[0]!r} is no timestamp")
+        raise ValueError(f"{reprlib.repr(cells[0])} is no timestamp")
     since = datetime.fromisoformat(match[1]) - _EPOCH
     seconds = since.days * 86_400 + since.seconds
     return _Row(seconds * 10**9 + int((match[2] or "0").ljust(9, "0")), int(cells[1]), int(cells[2]))
 
 
 def _mooncake_row(line: str) -> _Row:
-    """Raises ValueError."""
+    """Raises ValueError; RecursionError where lists are nested too deeply."""
     record: Any = json.loads(line)
     if not isinstance(record, dict):
         raise ValueError("it is not a JSON object")  # noqa: TRY004
@@ -365,13 +407,13 @@ def _mooncake_row(line: str) -> _Row:
     if len(keys) != -(-num_prompt // MOONCAKE_BLOCK):
         raise ValueError(f"{len(keys)} hash_ids do not cover {num_prompt} tokens in blocks of {MOONCAKE_BLOCK}")
     time = record.get("timestamp")
-    if not isinstance(time, int | float) or isinstance(time, bool) or not math.isfinite(time):
-        raise ValueError(f"timestamp is {time!r}")
+    if not isinstance(time, int | float) or isinstance(time, bool) or not abs(time) <= MAX_SECONDS * 1e3:
+        raise ValueError(f"timestamp is {reprlib.repr(time)}, not milliseconds within {MAX_SECONDS:g} s of 0")
     return _Row(round(time * 10**6), num_prompt, _whole(record, "output_length"), tuple(keys), MOONCAKE_BLOCK)
 
 
 def _whole(record: dict[str, Any], key: str) -> int:
     value = record.get(key)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{key} is {value!r}")  # noqa: TRY004
+        raise ValueError(f"{key} is {reprlib.repr(value)}")  # noqa: TRY004
     return value

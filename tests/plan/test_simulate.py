@@ -196,3 +196,53 @@ def test_arrivals_out_of_order_and_no_plans_in_flight_are_refused() -> None:
         simulate(Continuous(MEMORY), load, one_second)
     with pytest.raises(ConfigError, match="at least 1"):
         simulate(Continuous(MEMORY), [], one_second, max_in_flight=0)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_a_cost_that_is_no_duration_neither_loops_for_ever_nor_ends_before_it_starts(name: str, seconds: float) -> None:
+    """NaN is never popped from the heap, and -1 s gave a makespan of -1."""
+    with pytest.raises(ConfigError, match=f"step 0 .*cost is {seconds} s; .*cost function"):
+        simulate(POLICIES[name](), at_once((4, 3)), lambda plan: seconds)
+
+
+def test_costs_that_add_up_to_infinity_are_refused_where_they_do() -> None:
+    """Each is finite; the second step would never end."""
+    with pytest.raises(ConfigError, match=r"step 1 from 1e.308 s"):
+        simulate(Continuous(MEMORY), at_once((4, 3)), lambda plan: 1e308)
+
+
+def test_a_step_may_take_no_time() -> None:
+    """0 s is a cost: a free machine."""
+    assert simulate(Continuous(MEMORY), at_once((4, 3)), lambda plan: 0.0).makespan == 0.0
+
+
+@pytest.mark.parametrize("time", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_an_arrival_at_no_time_does_not_loop_for_ever(time: float, num_before: int) -> None:
+    """First or later, it is refused by name."""
+    load = [*at_once((4, 1))[:num_before], Arrival(time, Request("never", 4, 1), 1)]
+    with pytest.raises(ConfigError, match=f"'never', which arrives at {time} s: time starts at 0"):
+        simulate(Continuous(MEMORY), load, one_second)
+
+
+@pytest.mark.parametrize("num_output", [0, -1])
+def test_an_output_of_no_tokens_is_no_failed_assertion(num_output: int) -> None:
+    """A request that runs produces its first token; one that never ends would not end the run."""
+    with pytest.raises(ConfigError, match=f"'none'.*would produce {num_output} tokens; .*at least 1"):
+        simulate(Continuous(MEMORY), [Arrival(0.0, Request("none", 4, 3), num_output)], one_second)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_an_id_that_is_live_twice_is_no_key_error(name: str) -> None:
+    """The second would have taken the first one's place."""
+    load = [Arrival(0.0, Request("twin", 4, 3), 3), Arrival(1.0, Request("twin", 4, 3), 3)]
+    with pytest.raises(ConfigError, match=r"'twin', which arrives at 1.0 s: .*same id; .*id of its own"):
+        simulate(POLICIES[name](), load, one_second)
+
+
+def test_an_id_used_again_does_not_find_its_namesakes_pages() -> None:
+    """Prompts without keys are shared with nobody, but keys made of one id were alike: 32 tokens were "cached"."""
+    load = [traffic.TrafficRequest("a", time, 40, 2) for time in (0.0, 9.0)]
+    with pytest.raises(ConfigError, match="same id"):
+        simulate(Continuous(MEMORY), arrivals(load, MEMORY.page_size), one_second)

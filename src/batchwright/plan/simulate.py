@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from math import inf
 
 from batchwright.errors import ConfigError
 from batchwright.policy.types import Dropped, ItemOutcome, Refused, Request, Scheduler, StepOutcome, StepPlan
@@ -57,7 +58,8 @@ def simulate(
 ) -> Simulation:
     """Run `requests`, in order of arrival, through a fresh `scheduler`; a step takes `cost(plan)` seconds.
 
-    Ends when every request has ended; each has exactly one record.
+    Ends when every request has ended; each has exactly one record. Raises ConfigError at the first arrival or cost
+    that cannot be simulated, and for an id that comes twice: records and cached pages are told apart by it.
     """
     if max_in_flight < 1:
         raise ConfigError(f"keep {max_in_flight} plans in flight", "nothing would run", "use at least 1")
@@ -108,6 +110,7 @@ class _Driver:
         self._num_events = 0
         self._next: Arrival | None = None
         self._live: dict[str, _Sequence] = {}
+        self._ids: set[str] = set()  # of all that were announced
         self._in_flight: deque[tuple[StepPlan, float]] = deque()  # plans, and when each starts
         self._idle_from = 0.0  # when the machine has done all that is planned
         self._wakeup: float | None = None  # the earliest one in the heap
@@ -134,11 +137,21 @@ class _Driver:
         if self._next is None:
             self._scheduler.flush(now)
             return
-        if self._next.time < now:
-            raise ConfigError(
-                f"simulate an arrival at {self._next.time} s", f"the one before it was at {now} s", "sort the requests"
-            )
+        self._check_arrival(self._next, now)
+        self._ids.add(self._next.request.id)
         self._at(self._next.time, self._arrive)
+
+    def _check_arrival(self, arrival: Arrival, now: float) -> None:
+        asked = f"simulate request {arrival.request.id!r:.60}, which arrives at {arrival.time} s"
+        if not 0 <= arrival.time < inf:
+            raise ConfigError(asked, "time starts at 0 and is finite", "give a finite time of at least 0")
+        if arrival.time < now:
+            raise ConfigError(asked, f"the one before it was at {now} s", "sort the requests")
+        if not arrival.num_output >= 1:
+            fact = f"it would produce {arrival.num_output} tokens"
+            raise ConfigError(asked, fact, "give a num_output of at least 1")
+        if arrival.request.id in self._ids:
+            raise ConfigError(asked, "an earlier request has the same id", "give every request an id of its own")
 
     def _arrive(self, now: float) -> None:
         assert self._next
@@ -158,7 +171,7 @@ class _Driver:
         while len(self._in_flight) < self._max_in_flight and (plan := self._scheduler.plan(now)):
             self._recorder.planned(plan, self._scheduler.load, now)
             start = max(now, self._idle_from)
-            self._idle_from = start + self._cost(plan)
+            self._idle_from = _end_of(plan, start, self._cost(plan))
             self._in_flight.append((plan, start))
             self._at(self._idle_from, self._end_step)
 
@@ -197,3 +210,14 @@ class _Driver:
         if wakeup is not None and wakeup > now and (self._wakeup is None or wakeup < self._wakeup):
             self._wakeup = wakeup
             self._at(wakeup, lambda now: None)
+
+
+def _end_of(plan: StepPlan, start: float, seconds: float) -> float:
+    """When a step ends. NaN fails every comparison, so what is refused is whatever is not known to be good."""
+    if not (seconds >= 0 and start + seconds < inf):
+        raise ConfigError(
+            f"simulate step {plan.id} from {start} s",
+            f"its cost is {seconds} s",
+            "give a cost function that returns finite seconds of at least 0",
+        )
+    return start + seconds

@@ -291,3 +291,20 @@ def test_what_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.
             patch.setattr(os, "access", lambda path, mode, closed=closed: Path(path) != closed)
             with pytest.raises(InputError, match="it may not be written; name another file"):
                 check_writable(tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "loop/compare.html"])
+def test_a_name_that_no_file_can_have_is_refused_before_the_work(tmp_path: Path, name: str) -> None:
+    """Too long, or through a loop of links: three parts, no traceback."""
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(InputError, match=r"name another file|name a file"):
+        check_writable(tmp_path / name)
+
+
+def test_the_longest_possible_name_is_written(tmp_path: Path) -> None:
+    """The file that takes its place meanwhile has a short name."""
+    file = tmp_path / ("x" * 255)
+    check_writable(file)
+    with whole(file) as partial:
+        partial.write_text("new")
+    assert file.read_text() == "new"

@@ -272,3 +272,11 @@ def test_every_refusal_is_ours(model: LoadedModel, tmp_path: Path) -> None:
     for read in (read_requests, lambda path, model: replay_trace(path, model, 3, max_context=None, seed=0)):
         with pytest.raises(BatchwrightError):
             read(tmp_path / "noise", model)
+
+
+def test_a_prompt_of_900_million_tokens_is_refused_before_it_is_made(tmp_path: Path, model: LoadedModel) -> None:
+    """A trace can claim anything; the memory is not spent on finding out."""
+    file = tmp_path / "huge.csv"
+    file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,900000000,5\n")
+    with pytest.raises(InputError, match="the limit is 4,000,000"):
+        replay_trace(file, model, 1, max_context=None, seed=0)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 
 from batchwright.errors import InputError
 
@@ -14,15 +15,19 @@ def check_writable(*files: Path | None) -> None:
     for file in files:
         if file is None:
             continue
-        folder = file.parent
-        if file.is_dir() or not folder.is_dir():
-            fact = "it is a folder" if file.is_dir() else f"there is no folder {folder}"
-            raise InputError(f"write {file}", fact, "name a file in a folder that exists")
-        if not _may_write(file):
-            raise InputError(f"write {file}", "it may not be written", "name another file, or change its permissions")
-        if file.resolve() in seen:
-            raise InputError(f"write {file}", "two outputs have that name", "name a file for each")
-        seen.add(file.resolve())
+        asked = f"write {file!s:.200}"
+        try:
+            if file.is_dir() or not file.parent.is_dir():
+                fact = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}"
+                raise InputError(asked, fact, "name a file in a folder that exists")
+            if not _may_write(file):
+                raise InputError(asked, "it may not be written", "name another file, or change its permissions")
+            target = file.resolve()
+        except (OSError, RuntimeError) as error:  # a name too long, a loop of links
+            raise InputError(asked, str(error), "name another file") from error
+        if target in seen:
+            raise InputError(asked, "two outputs have that name", "name a file for each")
+        seen.add(target)
 
 
 @contextmanager
@@ -32,7 +37,7 @@ def whole(file: Path) -> Iterator[Path]:
     On failure `file` stays as it was. What is no regular file, such as a pipe, is written directly.
     """
     target = file if is_special(file) else file.resolve()
-    partial = target if is_special(file) else target.with_name(f".{target.name}.{os.getpid()}.partial")
+    partial = target if is_special(file) else target.with_name(f".{token_hex(8)}.partial")
     try:
         yield partial
         if partial != target:

@@ -17,9 +17,10 @@ import msgspec
 from batchwright.errors import ConfigError, InputError, RequestError
 from batchwright.serve.sampling import SamplingParams
 from batchwright.serve.weights import LoadedModel
-from batchwright.traffic import limit, lognormal_lengths, read_trace, scale_lengths
+from batchwright.traffic import TrafficRequest, limit, lognormal_lengths, read_trace, scale_lengths
 
 MAX_LINE_BYTES = 8 << 20
+MAX_PROMPT = 4_000_000
 VARIATION = 0.9
 """Coefficient of variation of the lengths of made requests."""
 
@@ -87,6 +88,7 @@ def replay_trace(path: Path, model: LoadedModel, num_requests: int, *, max_conte
         raise InputError(f"read a trace from {path}", "it holds no requests", "give one with at least one")
     if max_context is not None:
         recorded = scale_lengths(recorded, max_context)
+    _check_lengths(recorded)
     text, place = _text(model), 7919 * seed
     work = []
     for request in recorded:
@@ -96,6 +98,14 @@ def replay_trace(path: Path, model: LoadedModel, num_requests: int, *, max_conte
         place += len(own)
         work.append(Work(f"line-{request.id}", (*shared, *own), _forced(request.num_output)))
     return _by_arrival(work, [request.arrival for request in recorded])
+
+
+def _check_lengths(recorded: Sequence[TrafficRequest]) -> None:
+    """Raises InputError for a prompt that would fill the memory before anybody could refuse it."""
+    for request in recorded:
+        if request.num_prompt > MAX_PROMPT:
+            fact = f"it has {request.num_prompt:,} tokens, the limit is {MAX_PROMPT:,}"
+            raise InputError(f"make the prompt of line {request.id}", fact, "scale the trace's lengths (scale_lengths)")
 
 
 def make_requests(model: LoadedModel, num_requests: int, mean_prompt: int, mean_output: int, seed: int) -> list[Work]:

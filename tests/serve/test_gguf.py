@@ -232,3 +232,41 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGML" + bytes(100))
     with pytest.raises(UnsupportedModel, match="b'GGML'"):
         weights.load(tmp_path / "x.gguf")
+
+
+def test_2_to_the_40_claimed_blocks_do_not_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A block count is only a claim until the tensors are seen to be as many."""
+    path = write_tiny(tmp_path / "tiny.gguf")
+    read = GgufFile(path)
+    read.metadata["llama.block_count"] = 2**40
+    monkeypatch.setattr(weights, "GgufFile", lambda path: read)
+    with pytest.raises(BrokenWeights, match=r"claims 1,099,511,627,776 layers but its files hold 31 tensors"):
+        weights.load(path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rope.dimension_count": 8}, {"attention.key_length": 16, "rope.dimension_count": 4}]
+)
+def test_heads_rotated_in_part_are_refused(changes: dict, tmp_path: Path) -> None:
+    """The decoder rotates whole heads; llama.cpp refuses such a llama file too."""
+    with pytest.raises(UnsupportedModel, match=r"rotates \d of the 16 values per head"):
+        weights.load(write_tiny(tmp_path / "tiny.gguf", **changes))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("attention.layer_norm_rms_epsilon", value) for value in (0.0, -1.0, float("nan"), "x", [1.0])),
+        *(("rope.freq_base", value) for value in (0.0, float("nan"), "x", [1.0])),
+    ],
+)
+def test_metadata_of_the_wrong_kind_is_a_three_part_error(
+    key: str, value: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A text or a list for a number, or a number that makes every answer NaN, is refused."""
+    path = write_tiny(tmp_path / "tiny.gguf", drop=("rope_freqs",))
+    read = GgufFile(path)
+    read.metadata[f"llama.{key}"] = value
+    monkeypatch.setattr(weights, "GgufFile", lambda path: read)
+    with pytest.raises(BrokenWeights, match="not a positive number"):
+        weights.load(path)

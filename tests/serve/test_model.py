@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from batchwright.errors import UnsupportedModel
+from batchwright.errors import BrokenWeights, UnsupportedModel
 from batchwright.serve import linear, weights
 from batchwright.serve.linear import Linear
 from batchwright.serve.model import Decoder, supported_shape
@@ -154,3 +154,19 @@ def test_unknown_or_incomplete_rope_settings_are_refused(settings: dict[str, Any
     """A rotary scaling that we do not compute is an error, not the default."""
     with pytest.raises(UnsupportedModel, match="rotary positions"):
         frequencies({"rope_parameters": settings}, 32)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"factor": 0}, {"factor": "x"}, {"factor": -1.0}, {"low_freq_factor": 4.0, "high_freq_factor": "4"}]
+)
+def test_a_llama_3_scaling_that_makes_every_answer_nan_is_refused(changes: dict[str, Any]) -> None:
+    """Factor 0 divides slow frequencies to infinity."""
+    with pytest.raises(BrokenWeights, match="factor is"):
+        frequencies({"rope_parameters": LLAMA3_ROPE | changes}, 32)
+
+
+def test_a_base_so_small_that_frequencies_are_infinite_is_refused() -> None:
+    """Each setting is a positive number, and still their quotient is not finite in 32 bits."""
+    tiny = dict.fromkeys(("factor", "rope_theta", "original_max_position_embeddings"), 1e-37)
+    with pytest.raises(BrokenWeights, match="infinite"):
+        frequencies({"rope_parameters": LLAMA3_ROPE | tiny}, 32)

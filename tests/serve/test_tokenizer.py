@@ -275,3 +275,62 @@ def test_unknown_tokenizers_are_refused(changes: dict, metadata: dict) -> None:
     """Splitting by the wrong rules would give wrong ids silently, so rules we do not know are an error."""
     with pytest.raises(UnsupportedModel, match="supported are 'gpt2' with smollm"):
         from_gguf(metadata | {f"tokenizer.ggml.{key}": value for key, value in changes.items()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "fact"),
+    [
+        ({"ggml.merges": ["no such"]}, "no"),
+        ({"ggml.token_type": 3}, "token_type is not a list"),
+        ({"ggml.token_type": [1]}, "token_type is not a list"),
+        ({"chat_template": 5}, "template is a int"),
+        ({"chat_template": ["x"]}, "template is a list"),
+    ],
+)
+def test_a_tokenizer_that_contradicts_itself_is_broken(changes: dict, fact: str, metadata: dict) -> None:
+    """Merges of unknown tokens, types that are no list, a template that is no text: no bare Exception."""
+    with pytest.raises(BrokenWeights, match=fact):
+        from_gguf(metadata | {f"tokenizer.{key}": value for key, value in changes.items()})
+
+
+def test_split_rules_that_are_a_list_are_unknown(metadata: dict) -> None:
+    """What cannot be looked up in a table is not in it."""
+    with pytest.raises(UnsupportedModel, match="supported are 'gpt2' with smollm"):
+        from_gguf(metadata | {"tokenizer.ggml.pre": ["smollm"]})
+
+
+@pytest.mark.parametrize("template", [["x"], 3, {"default": "x"}])
+def test_a_template_that_is_no_text_is_named(template: object, tmp_path: Path) -> None:
+    """Neither text nor a list of named ones."""
+    with pytest.raises(BrokenWeights, match=r"tokenizer_config\.json.* neither text nor"):
+        from_directory(save(tmp_path, sentencepiece().core, chat_template=template))
+
+
+RECURSIVE = "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}"
+NESTED = "{% for i in [1] %}" * 30 + "{% endfor %}" * 30
+
+
+@pytest.mark.parametrize(
+    ("template", "kind", "fact"),
+    [
+        (RECURSIVE, UnsupportedModel, "recursion"),
+        ("{{ '%1000000000000000d' % 1 }}", UnsupportedModel, "refuses it: MemoryError"),
+        ("{{ 1 / 0 }}", RequestError, "division by zero"),
+        ("{{ " + "(" * 50_000 + "1" + ")" * 50_000 + " }}", UnsupportedModel, "recursion"),
+        (NESTED, UnsupportedModel, "nested blocks"),
+        ("{% include 'x' %}", RequestError, "loader"),
+        ("{% set loop.x = 1 %}", RequestError, "namespace"),
+    ],
+)
+def test_whatever_a_template_raises_is_a_three_part_error(template: str, kind: type, fact: str) -> None:
+    """A template is foreign code, and Jinja turns it into Python: neither's errors reach the caller raw."""
+    with pytest.raises(kind, match=fact) as error:
+        Tokenizer(sentencepiece().core, {}, template).apply_chat_template([{"role": "user", "content": "hi"}])
+    assert error.value.asked and error.value.fact and error.value.remedy
+
+
+@pytest.mark.parametrize("messages", [None, 3, "hi", {"role": "user", "content": "hi"}])
+def test_messages_that_are_no_list_are_told(messages: object, tokenizer: Tokenizer) -> None:
+    """chat(None) is a request's mistake, and the error is told, not raised from within the telling."""
+    with pytest.raises(RequestError, match="not a list"):
+        tokenizer.apply_chat_template(messages)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as Core
+from tokenizers import models
 
 from batchwright.errors import (
     BatchwrightError,
@@ -238,3 +240,119 @@ def test_loading_does_not_need_the_files_afterwards(make_checkpoint: MakeCheckpo
 def test_a_dtype_may_be_a_name(make_checkpoint: MakeCheckpoint) -> None:
     """As in other libraries: "float32" is torch.float32."""
     assert weights.load(make_checkpoint(), "float32").decoder.dtype == torch.float32
+
+
+DEEP = "[" * 100_000
+
+
+def assert_three_parts(path: object, fact: str, kind: type[BatchwrightError] = BrokenWeights) -> None:
+    with pytest.raises(kind) as error:
+        weights.load(path)
+    assert fact in str(error.value)
+    assert error.value.asked and error.value.fact and error.value.remedy
+
+
+def test_a_billion_claimed_layers_do_not_hang(make_checkpoint: MakeCheckpoint) -> None:
+    """Nothing is made for each layer that a config claims before the tensors are seen to be as many."""
+    path = make_checkpoint()
+    edit(path / "config.json", num_hidden_layers=1_000_000_000)
+    assert_three_parts(path, "claims 1,000,000,000 layers but its files hold 30 tensors")
+
+
+def test_a_shard_of_99999999999_does_not_hang(make_checkpoint: MakeCheckpoint) -> None:
+    """A file name's total is only a claim; the shards it implies are counted, and a few are named."""
+    path = make_checkpoint()
+    (path / "model.safetensors").rename(path / "model-00001-of-99999999999.safetensors")
+    assert_three_parts(path, "99,999,999,998 of 99,999,999,999 shards are missing: model-00002-of-99999999999")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("rms_norm_eps", value) for value in (None, "x", [1], True, 10**400, 0, -1e-5, float("nan"), float("inf"))),
+        *(("rope_theta", value) for value in ("x", [1], 0, -1.0, float("nan"), 10**400)),
+        *((key, value) for key in ("rope_scaling", "rope_parameters", "quantization_config") for value in ("x", 3)),
+    ],
+)
+def test_a_config_value_of_the_wrong_kind_is_named(key: str, value: object, make_checkpoint: MakeCheckpoint) -> None:
+    """What is no number, or makes every answer NaN, is refused by its key, before a raw TypeError or a silent NaN."""
+    path = make_checkpoint()
+    edit(path / "config.json", **{"rope_parameters": None, key: value})
+    assert_three_parts(path, key)
+
+
+@pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", ["x", {}, float("inf"), float("nan"), [[1]], [3, None], True, 2.5])
+def test_an_end_of_text_that_is_no_token_id_is_named(
+    where: str, value: object, make_checkpoint: MakeCheckpoint
+) -> None:
+    """`eos_token_id` is an id or a list of them."""
+    path = make_checkpoint()
+    (path / "generation_config.json").unlink(missing_ok=True)
+    if where == "generation_config.json":
+        (path / where).write_text("{}")
+    edit(path / where, eos_token_id=value)
+    assert_three_parts(path, "eos_token_id holds")
+
+
+@pytest.mark.parametrize("value", [["x"], 3, {"model.norm.weight": 3}, {"model.norm.weight": None}, {"a": "x" * 5000}])
+def test_an_index_of_the_wrong_kind_is_a_three_part_error(value: object, make_checkpoint: MakeCheckpoint) -> None:
+    """A weight map that is no map, one that names no files, and one whose names no file system holds."""
+    path = make_checkpoint()
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": value}))
+    assert_three_parts(path, "shards are missing" if "a" in str(value) else "")
+    (path / "model.safetensors.index.json").write_text('{"weight_map": null}')
+    assert_three_parts(path, "no .safetensors file")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])
+def test_json_nested_too_deeply_is_named(name: str, make_checkpoint: MakeCheckpoint) -> None:
+    """A hundred thousand brackets overflow Python's parser, not the program."""
+    path = with_tokenizer(make_checkpoint())
+    (path / name).write_text(DEEP)
+    assert_three_parts(path, name)
+
+
+def test_a_header_nested_too_deeply_is_named(make_checkpoint: MakeCheckpoint) -> None:
+    """The same for the JSON in a safetensors file."""
+    path = make_checkpoint()
+    (path / "model.safetensors").write_bytes(len(DEEP).to_bytes(8, "little") + DEEP.encode())
+    assert_three_parts(path, "its header is not valid")
+
+
+def test_a_template_that_is_not_utf_8_is_named(make_checkpoint: MakeCheckpoint) -> None:
+    """A file in another encoding is an error with its name, not a UnicodeDecodeError."""
+    path = with_tokenizer(make_checkpoint())
+    (path / "chat_template.jinja").write_bytes(b"\xff\xfe{{ x }}")
+    assert_three_parts(path, "chat_template.jinja")
+
+
+def with_tokenizer(path: Path) -> Path:
+    Core(models.BPE()).save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"])
+def test_an_unreadable_file_is_a_three_part_error(name: str, make_checkpoint: MakeCheckpoint) -> None:
+    """Without the right to read it, or with a failing disk."""
+    path = with_tokenizer(make_checkpoint())
+    (path / "chat_template.jinja").write_text("x")
+    memory = Path("/proc/self/mem")  # reading its first bytes fails, also for root, whom no permission stops
+    if not memory.exists():
+        pytest.skip("needs a file that is there and cannot be read")
+    (path / name).unlink()
+    (path / name).symlink_to(memory)
+    assert_three_parts(path, "")
+
+
+def test_a_path_nobody_could_look_up_is_a_three_part_error() -> None:
+    """An unknown user's home, and a name longer than file systems allow."""
+    assert_three_parts("~nosuchuser/x", "home directory", InputError)
+    assert_three_parts("x" * 5000, "too long", InputError)
+
+
+def test_a_file_that_breaks_a_reader_nobody_foresaw_is_broken_weights(make_checkpoint: MakeCheckpoint) -> None:
+    """A product of sizes with more digits than Python prints is a ValueError deep inside; the file is still named."""
+    path = make_checkpoint()
+    edit(path / "config.json", head_dim=10**4290, hidden_size=10**4290)
+    assert_three_parts(path, str(path))

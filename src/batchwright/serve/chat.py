@@ -15,7 +15,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from batchwright.errors import RequestError, UnsupportedModel
+from batchwright.errors import BatchwrightError, RequestError, UnsupportedModel
 
 Message = Mapping[str, Any]
 
@@ -43,6 +43,7 @@ class ChatTemplate:
         sandbox refuses it.
         """
         asked = "rendering the chat template"
+        _check_are_listed(messages, asked)
         try:
             return self._template.render(
                 messages=list(messages),
@@ -51,20 +52,33 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **special,
             )
-        except (SecurityError, OverflowError) as refusal:
+        except BatchwrightError:
+            raise
+        except (SecurityError, OverflowError, RecursionError, MemoryError) as refusal:
             remedy = "review the template, or pass text or token ids instead of messages"
-            raise UnsupportedModel(asked, f"the sandbox refuses it: {refusal}", remedy) from refusal
-        except (TemplateError, TypeError, ValueError, LookupError) as rejection:
-            fact = f"the template rejects these {len(messages)} messages: {rejection}"
+            raise UnsupportedModel(asked, f"the sandbox refuses it: {_told(refusal)}", remedy) from refusal
+        except Exception as rejection:  # a template is foreign code: it can divide by zero, or fail in any other way
+            fact = f"the template rejects these {len(messages)} messages: {_told(rejection)}"
             raise RequestError(asked, fact, "check the roles, their order and the contents") from rejection
 
     @cached_property
     def _template(self) -> Template:
         try:
             return _Sandbox().from_string(self._source)
-        except TemplateError as error:
+        except Exception as error:  # Jinja compiles to Python, which has limits and errors of its own
             remedy = "repair the template, or pass text or token ids instead of messages"
-            raise UnsupportedModel("compiling the chat template", str(error), remedy) from error
+            raise UnsupportedModel("compiling the chat template", _told(error), remedy) from error
+
+
+def _check_are_listed(messages: object, asked: str) -> None:
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        fact = f"the messages are a {type(messages).__name__}, not a list"
+        raise RequestError(asked, fact, "give a list of messages, each with its role and content")
+
+
+def _told(error: Exception) -> str:
+    """Some errors have a name only, say MemoryError."""
+    return str(error) or type(error).__name__
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):

@@ -1,13 +1,15 @@
-"""Reads the files of a Hugging Face directory: JSON, and safetensors in one file or in shards.
+"""Reads the files of a Hugging Face directory: JSON and typed values out of it, safetensors in one file or in shards.
 
 Every file is held against the size that its header claims before the first weight is read, and an index cannot point
-outside its directory. Nothing that could execute is ever read: no pickles.
+outside its directory. What a file claims is held against what is there before work is done for it, so a claim alone
+costs nothing. Nothing that could execute is ever read: no pickles.
 """
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +20,45 @@ from torch import Tensor
 from batchwright.errors import BrokenWeights, UnsupportedModel
 
 _STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_NUM_NAMED = 8  # of the files that are missing; the others are counted
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises BrokenWeights where there is none."""
     try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        value = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
         raise BrokenWeights(f"reading {path}", str(error), "fetch the file again") from error
     if not isinstance(value, dict):
         raise BrokenWeights(f"reading {path}", f"it holds a {type(value).__name__}, not an object", "fetch it again")
     return value
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file. Raises BrokenWeights where it is none, or cannot be read."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeError) as error:
+        raise BrokenWeights(f"reading {path}", str(error), "make it readable, or fetch the file again") from error
+
+
+def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object that a config holds under `key`; absent and `null` are empty. Raises BrokenWeights for other kinds."""
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise BrokenWeights("reading a model's config", f"{key} is {value!r}, not an object", f"correct {key}")
+    return value
+
+
+def positive(key: str, value: Any) -> float:
+    """`value`, which a config holds under `key`, as a positive number that float32 holds too, or BrokenWeights."""
+    limits = torch.finfo(torch.float32)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not limits.tiny <= value <= limits.max:
+        fact = f"{key} is {value!r}, not a positive number that 32 bits can hold"
+        raise BrokenWeights("reading a model's config", fact, f"correct {key}, or fetch the file again")
+    return float(value)
 
 
 class SafetensorsSource:
@@ -47,7 +77,11 @@ class SafetensorsSource:
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         """The named tensor in `dtype`. Raises UnsupportedModel where it is not stored as floats."""
-        tensor = self._reader_of_name[name](name)
+        try:
+            tensor = self._reader_of_name[name](name)
+        except SafetensorError as error:
+            remedy = "fetch the file again, or use the unquantised checkpoint"
+            raise BrokenWeights(f"reading tensor {name}", str(error), remedy) from error
         if tensor.dtype not in _STORED_DTYPES:
             fact = f"tensor {name} is stored as {tensor.dtype}; supported are 16, 32 and 64 bit floats"
             raise UnsupportedModel("loading safetensors", fact, "use the unquantised checkpoint, or a GGUF file")
@@ -66,29 +100,44 @@ def _reader_of(file: Path, open_files: ExitStack) -> Callable[[str], Tensor]:
 def _weight_files(path: Path) -> list[Path]:
     """The files named by the index, or else every safetensors file; each exists."""
     index = path / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        if outside := [name for name in names if Path(name).name != name]:
-            fact = f"it points outside its directory: {outside[0]}"
-            raise BrokenWeights(f"reading {index}", fact, "fetch the index again")
-    else:
-        names = sorted(file.name for file in path.glob("*.safetensors"))
-        names = sorted({shard for name in names for shard in _all_shards(name)})
+    names = _files_in_index(index) if index.is_file() else sorted(file.name for file in path.glob("*.safetensors"))
     if not names:
         raise _no_weights(path)
-    if missing := [name for name in names if not (path / name).is_file()]:
-        fact = f"{len(missing)} of {len(names)} shards are missing: {', '.join(missing)}"
-        raise BrokenWeights(f"loading {path}", fact, "fetch the missing files")
+    present = {file.name for file in path.iterdir() if file.is_file()}
+    if missing := [name for name in names if name not in present]:
+        raise _missing(path, len(missing), len(names), missing)
+    if not index.is_file():
+        _check_shards(path, present)
     return [path / name for name in names]
 
 
-def _all_shards(name: str) -> list[str]:
-    """`model-00001-of-00003.safetensors` implies the other two."""
-    part = re.fullmatch(r"(.+)-(\d+)-of-(\d+)\.safetensors", name)
-    if not part:
-        return [name]
-    stem, digits, total = part[1], len(part[2]), part[3]
-    return [f"{stem}-{i:0{digits}}-of-{total}.safetensors" for i in range(1, int(total) + 1)]
+def _files_in_index(index: Path) -> list[str]:
+    files = section(read_json(index), "weight_map").values()
+    if odd := [file for file in files if not isinstance(file, str) or Path(file).name != file]:
+        fact = f"it points outside its directory, or at no file: {odd[0]!r}"
+        raise BrokenWeights(f"reading {index}", fact, "fetch the index again")
+    return sorted(set(files))
+
+
+def _check_shards(path: Path, present: set[str]) -> None:
+    """`model-00001-of-00003.safetensors` implies the other two. Costs what is present, however many a name claims."""
+    found: dict[tuple[str, int, str], set[int]] = {}
+    for name in present:
+        if part := re.fullmatch(r"(.+)-([0-9]+)-of-([0-9]+)\.safetensors", name):
+            found.setdefault((part[1], len(part[2]), part[3]), set()).add(int(part[2]))
+    for (stem, width, total), numbers in sorted(found.items()):
+        num_all = int(total)
+        num_missing = num_all - sum(1 <= number <= num_all for number in numbers)
+        if num_missing > 0:
+            lacking = (i for i in range(1, num_all + 1) if i not in numbers)
+            missing = (f"{stem}-{i:0{width}}-of-{total}.safetensors" for i in lacking)
+            raise _missing(path, num_missing, num_all, missing)
+
+
+def _missing(path: Path, num_missing: int, num_all: int, names: Iterable[str]) -> BrokenWeights:
+    listed = ", ".join(islice(names, _NUM_NAMED)) + (", ..." if num_missing > _NUM_NAMED else "")
+    fact = f"{num_missing:,} of {num_all:,} shards are missing: {listed}"
+    return BrokenWeights(f"loading {path}", fact, "fetch the missing files")
 
 
 def _no_weights(path: Path) -> UnsupportedModel | BrokenWeights:
@@ -113,7 +162,7 @@ def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
             tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
             end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
             shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise BrokenWeights(asked, f"its header is not valid: {error}", "fetch the file again") from error
     if num_bytes < end:
         fact = f"its tensors need {end:,} bytes but the file has {num_bytes:,}"

@@ -49,7 +49,8 @@ class GgufSource:
         if "rope_freqs.weight" not in self._file.tensors:
             return None
         divisor_C = self._file.tensor("rope_freqs.weight")
-        if divisor_C.shape != (self._head_dim // 2,) or not (divisor_C > 0).all():
+        tiniest = torch.finfo(torch.float32).tiny  # what is smaller than that divides to infinity
+        if divisor_C.shape != (self._head_dim // 2,) or not (divisor_C >= tiniest).all():
             fact = f"rope_freqs.weight of shape {list(divisor_C.shape)} is not {self._head_dim // 2} positive divisors"
             raise BrokenWeights(f"loading {self._file.path}", fact, "fetch the file again")
         return frequencies(self._config, self._head_dim) / divisor_C
@@ -80,6 +81,10 @@ def config_of_gguf(file: GgufFile) -> dict[str, Any]:
         return value
 
     hidden, num_heads = count("embedding_length"), count("attention.head_count")
+    head_dim = count("attention.key_length", hidden // num_heads)
+    if (num_rotated := count("rope.dimension_count", head_dim)) != head_dim:
+        fact = f"it rotates {num_rotated} of the {head_dim} values per head; supported is rotating all of them"
+        raise UnsupportedModel(f"loading {file.path}", fact, "load a model of a supported kind")
     embedding = file.tensors.get("token_embd.weight")
     return {
         "model_type": "llama",
@@ -88,10 +93,10 @@ def config_of_gguf(file: GgufFile) -> dict[str, Any]:
         "intermediate_size": count("feed_forward_length"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": count("attention.head_count_kv", num_heads),
-        "head_dim": count("attention.key_length", count("rope.dimension_count", hidden // num_heads)),
+        "head_dim": head_dim,
         "vocab_size": embedding.shape[0] if embedding else count("vocab_size"),
         "max_position_embeddings": count("context_length"),
-        "rms_norm_eps": float(metadata.get("llama.attention.layer_norm_rms_epsilon", 1e-5)),
+        "rms_norm_eps": metadata.get("llama.attention.layer_norm_rms_epsilon", 1e-5),
         "rope_parameters": {"rope_type": "default", "rope_theta": metadata.get("llama.rope.freq_base", 10_000.0)},
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,

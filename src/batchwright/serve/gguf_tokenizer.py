@@ -10,9 +10,10 @@ from typing import Any, TypeGuard
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Core
 
-from batchwright.errors import UnsupportedModel
-from batchwright.serve.tokenizer import Tokenizer
+from batchwright.errors import BrokenWeights, UnsupportedModel
+from batchwright.serve.tokenizer import Tokenizer, default_template
 
+_ASKED = "building the tokenizer of a GGUF file"
 _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF: specials such as BOS, and words somebody added
 _LLAMA3_SPLIT = (  # published in Llama 3's tokenizer.json
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -21,25 +22,39 @@ _LLAMA3_SPLIT = (  # published in Llama 3's tokenizer.json
 
 
 def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Rebuilds a byte-level BPE tokenizer. Raises UnsupportedModel for other kinds, and for rules we do not know."""
+    """Rebuilds a byte-level BPE tokenizer. Raises UnsupportedModel for other kinds, and for rules we do not know.
+
+    BrokenWeights where its parts contradict each other.
+    """
     kind, rules = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
-    if kind != "gpt2" or rules not in _SPLITS or not _all_strings(tokens) or not _all_strings(merges):
+    known_rules = isinstance(rules, str) and rules in _SPLITS
+    if kind != "gpt2" or not known_rules or not _all_strings(tokens) or not _all_strings(merges):
         fact = f"it is of kind {kind!r} with split rules {rules!r}; supported are 'gpt2' with {', '.join(_SPLITS)}"
         remedy = "pass token ids, or load the safetensors checkpoint with its tokenizer.json"
-        raise UnsupportedModel("building the tokenizer of a GGUF file", fact, remedy)
-    vocab = {token: i for i, token in enumerate(tokens)}
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    core = Core(models.BPE(vocab=vocab, merges=pairs, ignore_merges=rules in _LLAMA3))
-    core.pre_tokenizer = _SPLITS[rules]()
+        raise UnsupportedModel(_ASKED, fact, remedy)
+    core = Core(_byte_pairs(tokens, merges, ignore_merges=rules in _LLAMA3))
+    core.pre_tokenizer = _SPLITS[str(rules)]()
     core.decoder = decoders.ByteLevel()
-    types = metadata.get("tokenizer.ggml.token_type", ())
+    types = metadata.get("tokenizer.ggml.token_type", [0] * len(tokens))
+    if not isinstance(types, list) or len(types) != len(tokens):
+        fact = f"tokenizer.ggml.token_type is not a list of {len(tokens):,} types, one for each token"
+        raise BrokenWeights(_ASKED, fact, "fetch the file again")
     core.add_special_tokens(_added_tokens(tokens, types, _CONTROL))
     core.add_tokens(_added_tokens(tokens, types, _USER_DEFINED))
     special = _special_tokens(metadata, tokens)
     add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", rules in _LLAMA3))
     _frame(core, special, add_bos=add_bos, add_eos=bool(metadata.get("tokenizer.ggml.add_eos_token")))
-    return Tokenizer(core, special, metadata.get("tokenizer.chat_template"))
+    return Tokenizer(core, special, default_template(metadata.get("tokenizer.chat_template"), _ASKED))
+
+
+def _byte_pairs(tokens: Sequence[str], merges: Sequence[str], *, ignore_merges: bool) -> models.BPE:
+    vocab = {token: i for i, token in enumerate(tokens)}
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    try:
+        return models.BPE(vocab=vocab, merges=pairs, ignore_merges=ignore_merges)
+    except Exception as error:  # the library raises bare Exception, say for merges of unknown tokens
+        raise BrokenWeights(_ASKED, str(error), "fetch the file again") from error
 
 
 def _frame(core: Core, special: Mapping[str, str], *, add_bos: bool, add_eos: bool) -> None:
@@ -58,7 +73,7 @@ def _all_strings(value: Any) -> TypeGuard[list[str]]:
 
 def _added_tokens(tokens: Sequence[str], types: Sequence[int], wanted: int) -> list[AddedToken]:
     special = wanted == _CONTROL
-    chosen = (token for token, kind in zip(tokens, types, strict=False) if kind == wanted)
+    chosen = (token for token, kind in zip(tokens, types, strict=True) if kind == wanted)
     return [AddedToken(token, special=special, normalized=False) for token in chosen]
 
 

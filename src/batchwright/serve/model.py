@@ -18,6 +18,7 @@ from torch import Tensor
 
 from batchwright.errors import UnsupportedModel
 from batchwright.facts.shape import ModelShape
+from batchwright.serve.checkpoint import positive, section
 from batchwright.serve.linear import Linear
 from batchwright.serve.rope import frequencies, interleave, rotate, rotations
 
@@ -43,9 +44,9 @@ class Decoder:
         `in_pair_order`: query and key rows already come in pair order, as GGUF stores them.
         """
         self.shape = supported_shape(config)
-        self._eps = float(config.get("rms_norm_eps", 1e-6))
-        self._embedding_VE = take("model.embed_tokens.weight")
+        self._eps = positive("rms_norm_eps", config.get("rms_norm_eps", 1e-6))
         freq_C = frequencies(config, self.shape.head_dim) if freq_C is None else freq_C
+        self._embedding_VE = take("model.embed_tokens.weight")
         self._freq_C = freq_C.to(self._embedding_VE.device)
         take_qk = take if in_pair_order else lambda name: interleave(take(name), self.shape.head_dim)
         names = [f"model.layers.{i}." for i in range(self.shape.num_layers)]
@@ -121,7 +122,7 @@ def supported_shape(config: Mapping[str, Any]) -> ModelShape:
     if activation != "silu":
         fact = f"its hidden_act is {activation!r}; supported is silu"
         raise UnsupportedModel("loading a model", fact, "use a model with a SiLU-gated MLP")
-    if method := (config.get("quantization_config") or {}).get("quant_method"):
+    if method := section(config, "quantization_config").get("quant_method"):
         fact = f"its weights are quantised with {method!r}"
         raise UnsupportedModel("loading a model", fact, "use the unquantised checkpoint, or a GGUF file")
     shape = ModelShape.from_config(config)

@@ -16,21 +16,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchwright.errors import UnsupportedModel
+from batchwright.errors import BrokenWeights, UnsupportedModel
+from batchwright.serve.checkpoint import positive, section
 
 _KNOWN_TYPES = ("default", "llama3")
 
 
 def frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
-    """freq_C, float32, radians per position. Reads `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
-    settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    """freq_C, float32, radians per position. Reads `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
+
+    Raises UnsupportedModel for a scaling it does not know, BrokenWeights for values that are no numbers or give none.
+    """
+    settings = dict(section(config, "rope_parameters") or section(config, "rope_scaling"))
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in _KNOWN_TYPES or settings.get("partial_rotary_factor", 1.0) != 1.0:
         fact = f"its config asks for {settings}; supported are the types {' and '.join(_KNOWN_TYPES)}, over whole heads"
         raise UnsupportedModel("building rotary positions", fact, "use a model with one of these")
-    base = float(settings.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    bases = (settings.get("rope_theta"), config.get("rope_theta"), 10_000.0)
+    base = positive("rope_theta", next(base for base in bases if base is not None))
     freq_C = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    return _scaled_llama3(freq_C, settings) if kind == "llama3" else freq_C
+    return _finite(_scaled_llama3(freq_C, settings) if kind == "llama3" else freq_C, settings)
+
+
+def _finite(freq_C: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    """An infinite frequency makes every rotation NaN, and so every answer."""
+    if not freq_C.isfinite().all():
+        fact = f"its rope settings {settings} give infinite frequencies, or none"
+        raise BrokenWeights("building rotary positions", fact, "correct the config's rope settings")
+    return freq_C
 
 
 def _scaled_llama3(freq_C: Tensor, settings: Mapping[str, Any]) -> Tensor:
@@ -40,10 +53,10 @@ def _scaled_llama3(freq_C: Tensor, settings: Mapping[str, Any]) -> Tensor:
     more than `high_freq_factor` times is kept; between them the two are mixed, linearly in the number of turns.
     """
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    if missing := [key for key in keys if not isinstance(settings.get(key), int | float)]:
+    if missing := [key for key in keys if settings.get(key) is None]:
         fact = f"its llama3 scaling lacks {', '.join(missing)}"
         raise UnsupportedModel("building rotary positions", fact, "complete the config's rope settings")
-    factor, low, high, original = (float(settings[key]) for key in keys)
+    factor, low, high, original = (positive(key, settings[key]) for key in keys)
     turns_C = original * freq_C / (2 * math.pi)
     kept_C = ((turns_C - low) / (high - low)).clamp(0, 1)
     return (1 - kept_C) * freq_C / factor + kept_C * freq_C

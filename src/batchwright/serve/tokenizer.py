@@ -17,7 +17,7 @@ from tokenizers import decoders
 
 from batchwright.errors import BrokenWeights, UnsupportedModel
 from batchwright.serve.chat import ChatTemplate, Message
-from batchwright.serve.checkpoint import read_json
+from batchwright.serve.checkpoint import read_json, read_text
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,8 @@ def from_directory(path: Path) -> Tokenizer | None:
         raise BrokenWeights(f"reading {path / 'tokenizer.json'}", str(error), "fetch the file again") from error
     config = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
     file = path / "chat_template.jinja"
-    template = file.read_text("utf-8") if file.is_file() else _default_template(config.get("chat_template"))
+    asked = f"reading {path / 'tokenizer_config.json'}"
+    template = read_text(file) if file.is_file() else default_template(config.get("chat_template"), asked)
     return Tokenizer(core, _special_tokens(config), template)
 
 
@@ -191,8 +192,11 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _default_template(value: Any) -> str | None:
-    """A template, or of a list of named ones the default."""
-    if isinstance(value, list):
+def default_template(value: Any, asked: str) -> str | None:
+    """A template, or of a list of named ones the default. Raises BrokenWeights for what is neither."""
+    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
         value = next((entry.get("template") for entry in value if entry.get("name") == "default"), None)
-    return value if isinstance(value, str) else None
+    if value is None or isinstance(value, str):
+        return value
+    fact = f"its chat template is a {type(value).__name__}, neither text nor a list of named templates"
+    raise BrokenWeights(asked, fact, "correct the chat template, or leave it out")

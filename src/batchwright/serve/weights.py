@@ -31,6 +31,7 @@ DEFAULT = "smollm2"
 DTYPES = (torch.float32, torch.bfloat16)
 """What a model can be run in."""
 
+_MALFORMED = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, OSError)
 _NUM_SUMMED_AT_ONCE = 32_000  # torch splits a sum over threads from 32,768 values
 _REPOSITORY_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
@@ -60,15 +61,34 @@ def load(
     ConfigError for a dtype or device that is not there.
     """
     known = _known_dtype(dtype)
-    path = default_path() if str(source) == DEFAULT else Path(source).expanduser()
-    if path.is_dir():
-        return _load_directory(path, known, _checked(device))
-    if not path.is_file():
-        raise InputError(f"loading {source}", "there is no such file or directory", _remedy_of_no_path(str(source)))
-    if path.suffix != ".gguf":
+    path = default_path() if str(source) == DEFAULT else _existing(source)
+    is_gguf = path.is_file()
+    if is_gguf and path.suffix != ".gguf":
         fact = f"{path.name} is neither a directory of safetensors nor a .gguf file"
         raise UnsupportedModel(f"loading {source}", fact, "give safetensors or gguf only; pickles are never read")
-    return _load_gguf(path, known, _checked(device))
+    target = _checked(device)
+    try:
+        return _load_gguf(path, known, target) if is_gguf else _load_directory(path, known, target)
+    except _MALFORMED as error:
+        # The files are foreign: where a number is expected they can hold anything, and each may be unreadable. What
+        # matters is checked by name where it is read; this boundary is for the rest, so that no file ends a program.
+        fact = f"its files cannot be read as a model: {type(error).__name__}: {error}"
+        remedy = "check that they are readable and complete, or fetch them again"
+        raise BrokenWeights(f"loading {path}", fact, remedy) from error
+
+
+def _existing(source: str | Path) -> Path:
+    """The file or directory, once it is seen to be there."""
+    asked = f"loading {source}"
+    try:
+        path = Path(source).expanduser()
+        is_there = path.is_dir() or path.is_file()
+    except (OSError, RuntimeError) as error:  # a path too long or not to be entered; no home directory for ~user
+        fact = getattr(error, "strerror", None) or str(error)
+        raise InputError(asked, fact, f'give a model directory, a .gguf file, or "{DEFAULT}"') from error
+    if not is_there:
+        raise InputError(asked, "there is no such file or directory", _remedy_of_no_path(str(source)))
+    return path
 
 
 def _remedy_of_no_path(source: str) -> str:
@@ -155,7 +175,11 @@ def _build(
     freq_C: Tensor | None,
 ) -> Decoder:
     """The decoder that `config` describes; what the source lacks, or has in another shape, is an error beforehand."""
-    for name, shape in tensor_shapes(supported_shape(config)).items():
+    sizes = supported_shape(config)
+    if sizes.num_layers > len(source.shapes):  # before anything is made for each layer
+        fact = f"its config claims {sizes.num_layers:,} layers but its files hold {len(source.shapes):,} tensors in all"
+        raise BrokenWeights(f"loading {path}", fact, "use the config that belongs to these weights")
+    for name, shape in tensor_shapes(sizes).items():
         if name not in source.shapes:
             fact = f"tensor {name} is missing, which the config calls for"
             raise BrokenWeights(f"loading {path}", fact, "fetch the weights again, or correct config.json")
@@ -186,4 +210,8 @@ def _eos_of_directory(path: Path, config: Mapping[str, Any], tokenizer: Tokenize
     value = config.get("eos_token_id") if value is None else value
     if value is None and tokenizer and "eos_token" in tokenizer.special:
         value = tokenizer.token_id(tokenizer.special["eos_token"])
-    return tuple(value) if isinstance(value, list) else () if value is None else (int(value),)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if odd := [i for i in ids if not isinstance(i, int) or isinstance(i, bool)]:
+        fact = f"its eos_token_id holds {odd[0]!r}, which is no token id"
+        raise BrokenWeights(f"loading {path}", fact, "correct it in generation_config.json or config.json")
+    return tuple(ids)

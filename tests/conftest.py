@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,10 @@ os.environ.update(
     HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="0"
 )
 os.environ.setdefault("OMP_NUM_THREADS", "2")  # read by torch when it is imported, which is later than this line
+
+# A shell that starts the tests in the background has them ignore SIGINT, and what they start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A deadline or a slowness check would judge the machine, not the code.
 hypothesis.settings.register_profile("dev", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

@@ -24,7 +24,7 @@ from batchwright.records import FinishReason, Recorder
 from batchwright.serve.executor import Executor, RowResult, TorchExecutor
 from batchwright.serve.interrupts import uninterrupted
 from batchwright.serve.keys import PageKeys
-from batchwright.serve.prompts import Params, Prompt, as_prompts, paired, token_ids
+from batchwright.serve.prompts import Params, Prompt, as_prompts, paired, token_ids, tokenizer_of
 from batchwright.serve.sampling import Sampled, SamplingParams
 from batchwright.serve.stopping import StopChecker
 from batchwright.serve.weights import LoadedModel, load
@@ -253,7 +253,8 @@ class Engine:
         until `flush` says that no more will come.
         """
         has_run = self._advance()
-        outputs, self._outputs = self._outputs, []
+        with self._delivering:  # another thread may be adding to them
+            outputs, self._outputs = self._outputs, []
         return outputs if outputs or has_run else None
 
     @_locked
@@ -314,10 +315,7 @@ class Engine:
 
     def chat_prompt(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids of `messages` as the model's chat template writes them, ready for its answer."""
-        tokenizer = self.model.tokenizer
-        if tokenizer is None:
-            fact = f"{self.model.name} has no tokenizer: {self.model.no_tokenizer}"
-            raise RequestError("render a chat", fact, "give token ids to generate")
+        tokenizer = tokenizer_of(self.model, "render a chat")
         return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
 
     # ---- one step
@@ -474,18 +472,22 @@ class Engine:
 
     def _checked_id(self, request_id: str | None) -> str:
         """`request_id` if it is free, or a new one, whose number is higher than those before."""
-        taken = self._live.keys() | self._ending
         given: object = request_id
         if request_id is not None:
-            if not isinstance(given, str) or not given.isprintable() or given in taken:
-                fact = "that id is live" if given in taken else "an id is printable text"
-                raise RequestError(f"submit request {given!r:.80}", fact, "use another id")
+            asked = f"submit request {given!r:.80}"
+            if not isinstance(given, str) or not given.isprintable():
+                raise RequestError(asked, "an id is printable text", "use another id")
+            if self._is_taken(request_id):
+                raise RequestError(asked, "that id is live", "use another id")
             return request_id
         while True:
             name = f"{_ID}{self._num_named}"
             self._num_named += 1
-            if name not in taken:
+            if not self._is_taken(name):
                 return name
+
+    def _is_taken(self, request_id: str) -> bool:
+        return request_id in self._live or request_id in self._ending
 
 
 def _seconds(name: str, value: float) -> float:

@@ -5,6 +5,7 @@ from typing import Any
 
 from batchwright.errors import ConfigError, RequestError
 from batchwright.serve.sampling import SamplingParams
+from batchwright.serve.tokenizer import Tokenizer
 from batchwright.serve.weights import LoadedModel
 
 Prompt = str | Sequence[int]
@@ -40,11 +41,10 @@ def token_ids(prompt: Prompt, model: LoadedModel) -> list[int]:
     """`prompt` as ids of `model`'s vocabulary, at least one. Raises RequestError."""
     asked = "submit a request"
     if isinstance(prompt, str):
-        if model.tokenizer is None:
-            raise RequestError(asked, f"{model.name} has no tokenizer: {model.no_tokenizer}", "give token ids")
+        tokenizer = tokenizer_of(model, asked)
         if not prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in prompt):
             raise RequestError(asked, "its prompt holds half a surrogate pair, which is no character", "remove it")
-        tokens = model.tokenizer.encode(prompt)
+        tokens = tokenizer.encode(prompt)
     else:
         try:
             tokens = _listed(prompt)
@@ -58,6 +58,13 @@ def token_ids(prompt: Prompt, model: LoadedModel) -> list[int]:
         fact = f"its prompt holds {wrong[0]!r}; token ids are integers from 0 to {vocabulary - 1}"
         raise RequestError(asked, fact, "encode the prompt with this model's tokenizer")
     return tokens
+
+
+def tokenizer_of(model: LoadedModel, asked: str) -> Tokenizer:
+    """Raises RequestError where `model` has none."""
+    if model.tokenizer is None:
+        raise RequestError(asked, f"{model.name} has no tokenizer: {model.no_tokenizer}", "give token ids")
+    return model.tokenizer
 
 
 def _listed(given: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from batchwright.policy.pages import Memory
-from batchwright.policy.types import Chunk, Request, StepPlan
-from batchwright.serve.executor import RowResult, TorchExecutor
+from batchwright.policy.types import Request, StepPlan
+from batchwright.serve.executor import TorchExecutor, TorchPending
 from batchwright.serve.keys import PageKeys
 from batchwright.serve.model import Decoder
 from batchwright.serve.sampling import Sampled, SamplingParams
+from batchwright.serve.sequences import RowResult
 from batchwright.serve.weights import LoadedModel
 from batchwright.testing import FakeExecutor
 from tests.serve.conftest import TINY
@@ -82,10 +83,12 @@ class WatchedExecutor(TorchExecutor):
         self.logits: dict[tuple[str, int], Tensor] = {}
         self.kv.pages_LPMSD.fill_(torch.nan)  # whatever a page held before must never show
 
-    def _sample(self, logits_RV: Tensor, chunks: Sequence[Chunk]) -> list[RowResult]:
-        for logits_V, chunk in zip(logits_RV, chunks, strict=True):
-            self.logits[str(chunk.request_id), chunk.start + chunk.num_tokens] = logits_V.clone()
-        return super()._sample(logits_RV, chunks)
+    def start(self, plan: StepPlan) -> TorchPending:
+        pending = super().start(plan)
+        ends = {chunk.request_id: chunk.start + chunk.num_tokens for chunk in plan.chunks if chunk.samples}
+        for logits_V, request_id in zip(pending.logits_RV, pending.feed.sampling_ids, strict=True):
+            self.logits[request_id, ends[request_id]] = logits_V.clone()
+        return pending
 
     def worst(self, sequences: dict[str, list[int]]) -> float:
         """The largest difference to the reference, over all that was sampled; `sequences`: prompts with outputs."""
@@ -98,11 +101,19 @@ class WatchedExecutor(TorchExecutor):
         return float(torch.stack(differences).abs().max())
 
 
+class PretendedStep(NamedTuple):
+    """A step that runs when its result is asked for."""
+
+    result: Callable[[], list[RowResult]]
+
+
 class PretendingExecutor:
     """Behind the engine's seam, `testing.FakeExecutor`, which asserts that pages are used rightly; tokens are counted.
 
     Token n of a request is n, and `errors` and `hook` (called with every plan, may raise) make trouble.
     """
+
+    overlaps = False
 
     def __init__(self, decoder: Decoder, memory: Memory) -> None:
         self.fake = FakeExecutor(memory, {})
@@ -122,7 +133,10 @@ class PretendingExecutor:
     def remove(self, request_id: str) -> None:
         self.fake.forget(request_id)
 
-    def execute(self, plan: StepPlan) -> list[RowResult]:
+    def start(self, plan: StepPlan) -> "PretendedStep":
+        return PretendedStep(partial(self._execute, plan))
+
+    def _execute(self, plan: StepPlan) -> list[RowResult]:
         try:
             self.hook(plan)
         except BaseException:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from batchwright.policy.pages import Memory
 from batchwright.policy.types import Chunk, StepPlan
-from batchwright.serve.executor import RowResult, TorchExecutor
+from batchwright.serve.executor import TorchExecutor
 from batchwright.serve.sampling import SamplingParams
+from batchwright.serve.sequences import RowResult
 from tests.serve.scripted import WatchedExecutor, forced, reference_logits, tiny, tokens_of
 
 PAGE_SIZE, NUM_PAGES, TOLERANCE = 4, 200, 1e-4
@@ -47,7 +48,7 @@ class Bench:
         return Chunk(request_id, start, num_tokens, padding, samples, max(0, missing), table)
 
     def step(self, *chunks: Chunk) -> list[RowResult]:
-        results = self.executor.execute(StepPlan(next(self._ids), "next", chunks))
+        results = self.executor.start(StepPlan(next(self._ids), "next", chunks)).result()
         for request_id, sampled in results:
             self.known[request_id].append(sampled.token)
         return results
@@ -169,8 +170,8 @@ def test_a_step_run_again_gives_the_same_tokens() -> None:
     decode = StepPlan(
         1, "idle", tuple(chunk._replace(start=chunk.num_tokens, num_tokens=1, num_granted=0) for chunk in chunks)
     )
-    once = [executor.execute(plan) for plan in (prefill, decode)]
-    again = [executor.execute(plan) for plan in (prefill, prefill, decode, decode)]
+    once = [executor.start(plan).result() for plan in (prefill, decode)]
+    again = [executor.start(plan).result() for plan in (prefill, prefill, decode, decode)]
     assert again == [once[0], once[0], once[1], once[1]]
 
 
@@ -181,13 +182,14 @@ def test_logits_that_are_no_numbers_are_that_rows_error_alone() -> None:
     executor.add("bad", [1, 96, 2, 3, 4, 5], forced(9))
     executor.add("good", clean, forced(9))
     good = Chunk("good", 0, len(clean), 0, True, 3, (0, 1, 2))
-    results = dict(executor.execute(StepPlan(0, "idle", (Chunk("bad", 0, 6, 0, True, 2, (3, 4)), good))))
+    plan = StepPlan(0, "idle", (Chunk("bad", 0, 6, 0, True, 2, (3, 4)), good))
+    results = dict(executor.start(plan).result())
     assert results["bad"].token == -1
     assert "NaN" in str(results["bad"].error)
     expected = int(reference_logits(clean)[-1].argmax())
     assert (results["good"].token, results["good"].error) == (expected, None)
     executor.add("next", clean, forced(9))
-    (result,) = executor.execute(StepPlan(1, "idle", (good._replace(request_id="next", pages=(4, 3, 5)),)))
+    (result,) = executor.start(StepPlan(1, "idle", (good._replace(request_id="next", pages=(4, 3, 5)),))).result()
     assert result.sampled.token == expected
 
 
@@ -227,8 +229,8 @@ def test_bfloat16_logits_are_close_to_float32s() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         executor = WatchedExecutor(tiny(dtype).decoder, Memory(40, 4, 512))
         executor.add("a", prompt, forced(1))
-        executor.execute(StepPlan(0, "idle", (Chunk("a", 0, 47, 0, False, 12, tuple(range(12))),)))
-        executor.execute(StepPlan(1, "idle", (Chunk("a", 47, 13, 0, True, 3, tuple(range(15))),)))
+        executor.start(StepPlan(0, "idle", (Chunk("a", 0, 47, 0, False, 12, tuple(range(12))),))).result()
+        executor.start(StepPlan(1, "idle", (Chunk("a", 47, 13, 0, True, 3, tuple(range(15))),))).result()
         logits[dtype] = executor.logits["a", 60]
     spread = logits[torch.float32].max() - logits[torch.float32].min()
     assert (logits[torch.bfloat16] - logits[torch.float32]).abs().max() < 0.02 * spread

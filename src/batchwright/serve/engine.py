@@ -21,11 +21,12 @@ from batchwright.policy.continuous import Continuous
 from batchwright.policy.pages import Memory
 from batchwright.policy.types import Dropped, ItemOutcome, Refused, Request, Scheduler, StepOutcome, StepPlan
 from batchwright.records import FinishReason, Recorder
-from batchwright.serve.executor import Executor, RowResult, TorchExecutor
+from batchwright.serve.executor import Executor, TorchExecutor
 from batchwright.serve.interrupts import uninterrupted
 from batchwright.serve.keys import PageKeys
 from batchwright.serve.prompts import Params, Prompt, as_prompts, paired, token_ids, tokenizer_of
 from batchwright.serve.sampling import Sampled, SamplingParams
+from batchwright.serve.sequences import RowResult
 from batchwright.serve.stopping import StopChecker
 from batchwright.serve.weights import LoadedModel, load
 
@@ -359,7 +360,7 @@ class Engine:
         """What came of it: the one place where what an executor may raise becomes an outcome."""
         started = self._clock()
         try:
-            return _Done(started, self.executor.execute(plan))
+            return _Done(started, self.executor.start(plan).result())
         except (torch.OutOfMemoryError, MemoryError) as error:
             return _Done(started, (), "oom", str(error) or "out of memory")
         except RuntimeError as error:

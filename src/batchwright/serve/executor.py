@@ -1,109 +1,107 @@
 """The seam between plans and devices: a plan in, one result per sampling row out.
 
-`TorchExecutor` is the only file that turns plans into tensors: it knows token ids and pages, takes every position of
-the plan through one forward (padding and dead rows included: what a policy wastes is really executed) and samples.
-It decides nothing and allocates no pages. A step can be run again, also in parts: it writes the same positions, and
-equal logits draw equal tokens (in other parts, logits are equal up to rounding).
+`TorchExecutor` is the only file that turns plans into tensors of ours: it takes every position of the plan through one
+forward (padding and dead rows included: what a policy wastes is really executed) and samples. It decides nothing and
+allocates no pages. A step can be run again, also in parts: it writes the same positions, and equal logits draw equal
+tokens (in other parts, logits are equal up to rounding).
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from itertools import chain
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from batchwright.policy.pages import Memory
-from batchwright.policy.types import Chunk, StepPlan
+from batchwright.policy.types import StepPlan
 from batchwright.serve.attention import RowSpan, StepLayout, layout_order
 from batchwright.serve.kv import PagedKV
 from batchwright.serve.model import Decoder
-from batchwright.serve.sampling import Row, Sampled, SamplingParams, sample
+from batchwright.serve.sampling import SamplingParams
+from batchwright.serve.sequences import Feed, RowResult, Sequences
 
-_FILLER_TOKEN = 0
 
+class Pending(Protocol):
+    """A plan that was started."""
 
-class RowResult(NamedTuple):
-    """The token that a row sampled, or its error."""
+    def result(self) -> list[RowResult]:
+        """Wait for its end; the results of the rows that sample, in any order.
 
-    request_id: str
-    sampled: Sampled
+        Raises torch.OutOfMemoryError, MemoryError or RuntimeError if the step failed. Called at most once.
+        """
+        ...
 
 
 class Executor(Protocol):
-    """Carries out plans, in order. A request is added before the first plan that names it."""
+    """Carries out plans, in order. A request is added before the first plan that names it.
+
+    `overlaps`: whether `start` returns before the work is done, so that the next step can be planned meanwhile.
+    """
+
+    @property
+    def overlaps(self) -> bool: ...
 
     def add(self, request_id: str, tokens: Sequence[int], params: SamplingParams) -> None:
         """`tokens` is the prompt."""
         ...
 
     def remove(self, request_id: str) -> None:
-        """No further plan has work for it; one may still carry it as a dead row."""
+        """No plan that is yet to start has work for it; it may still be in the one that runs, or be a dead row."""
         ...
 
-    def execute(self, plan: StepPlan) -> list[RowResult]:
-        """Results of the rows that sample. Raises torch.OutOfMemoryError, MemoryError or RuntimeError."""
+    def start(self, plan: StepPlan) -> Pending:
+        """Begin with `plan`. The result of the one before was taken, unless an interrupt kept somebody from it.
+
+        Raises what `Pending.result` raises.
+        """
         ...
-
-
-class _Sequence(NamedTuple):
-    tokens: list[int]
-    params: SamplingParams
 
 
 class TorchExecutor:
-    """Runs plans on `decoder`'s device, over pages laid out by `memory`."""
+    """Runs plans on `decoder`'s device, over pages laid out by `memory`.
+
+    On CUDA it overlaps: kernels are queued, and `result` waits for what they sampled. On a CPU torch's calls return
+    when their work is done, and a thread that made them in the background would fight the planning one for the
+    interpreter: `start` there does nearly all, and nothing is gained by planning ahead.
+    """
 
     def __init__(self, decoder: Decoder, memory: Memory) -> None:
         self._decoder = decoder
         self.kv = PagedKV(decoder.shape, memory, decoder.dtype, decoder.device)
-        self._sequences: dict[str, _Sequence] = {}
+        self.overlaps = decoder.device.type == "cuda"
+        self._sequences = Sequences()
 
     def add(self, request_id: str, tokens: Sequence[int], params: SamplingParams) -> None:
-        self._sequences[request_id] = _Sequence(list(tokens), params)
+        self._sequences.add(request_id, tokens, params)
 
     def remove(self, request_id: str) -> None:
-        self._sequences.pop(request_id, None)
+        self._sequences.remove(request_id)
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> list[RowResult]:
+    def start(self, plan: StepPlan) -> "TorchPending":
         spans = [RowSpan(chunk.start, chunk.num_tokens + chunk.padding, chunk.pages) for chunk in plan.chunks]
         self.kv.clear(page for span in spans for page in span.begun_page(self.kv.page_size))
         order = layout_order(spans)
-        chunks = [plan.chunks[index] for index in order]
         layout = StepLayout([spans[index] for index in order], self.kv)
+        feed = self._sequences.feed([plan.chunks[index] for index in order])
         device = self._decoder.device
-        tokens_T = torch.tensor([token for chunk in chunks for token in self._tokens(chunk)], device=device)
-        rows_R = torch.tensor(_sampling_rows(chunks), dtype=torch.int64, device=device)
-        logits_RV = self._decoder.forward(tokens_T, layout.positions_T, layout.attend, rows_R)
-        results = self._sample(logits_RV, [chunk for chunk in chunks if chunk.samples])
+        tokens_T = torch.tensor(list(chain.from_iterable(feed.tokens)), device=device)
+        rows_R = torch.tensor(feed.rows, dtype=torch.int64, device=device)
+        return TorchPending(self._decoder.forward(tokens_T, layout.positions_T, layout.attend, rows_R), feed)
+
+
+class TorchPending:
+    """A forward that was begun, and the rows that sample from its logits."""
+
+    def __init__(self, logits_RV: Tensor, feed: Feed) -> None:
+        self.logits_RV = logits_RV
+        self.feed = feed
+
+    @torch.inference_mode()
+    def result(self) -> list[RowResult]:
+        results = self.feed.sample(self.logits_RV)
+        device = self.logits_RV.device
         if not results and device.type == "cuda":
             torch.cuda.synchronize(device)  # no token was read back, and a step ends when its work has
         return results
-
-    def _tokens(self, chunk: Chunk) -> list[int]:
-        """Its token ids, then fillers."""
-        fillers = [_FILLER_TOKEN] * chunk.padding
-        if not chunk.num_tokens or chunk.request_id is None:
-            return fillers
-        return self._sequences[chunk.request_id].tokens[chunk.start : chunk.start + chunk.num_tokens] + fillers
-
-    def _sample(self, logits_RV: torch.Tensor, chunks: Sequence[Chunk]) -> list[RowResult]:
-        ids = [chunk.request_id for chunk in chunks if chunk.request_id is not None]
-        sequences = [self._sequences[request_id] for request_id in ids]
-        ends = [chunk.start + chunk.num_tokens for chunk in chunks]
-        rows = [Row(sequence.params, end) for sequence, end in zip(sequences, ends, strict=True)]
-        results = []
-        for request_id, sequence, end, sampled in zip(ids, sequences, ends, sample(logits_RV, rows), strict=True):
-            sequence.tokens[end:] = [sampled.token]  # a step run again overwrites
-            results.append(RowResult(request_id, sampled))
-        return results
-
-
-def _sampling_rows(chunks: Sequence[Chunk]) -> list[int]:
-    """For each chunk that samples, where its last token stands among the step's positions."""
-    rows = []
-    first = 0
-    for chunk in chunks:
-        if chunk.samples:
-            rows.append(first + chunk.num_tokens - 1)
-        first += chunk.num_tokens + chunk.padding
-    return rows

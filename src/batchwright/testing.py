@@ -78,14 +78,27 @@ class FakeExecutor:
 
     def execute(self, plan: StepPlan) -> StepOutcome:
         """Check `plan`, and say how it went."""
-        for request_id in plan.preempted:
-            if request_id in self._live:
-                self._live[request_id].lose_pages()
+        self._take_pages_of(plan.preempted)
         self._check_rows(plan)
         failure = self._failure(plan)
         self.num_steps += 1
         items = tuple(item for chunk in plan.chunks if (item := self._run(chunk, failed=failure is not None)))
         return StepOutcome(failed=failure) if failure else StepOutcome(items)
+
+    def skip(self, plan: StepPlan) -> StepOutcome:
+        """`plan` is not run: its outcome is void. What it granted and whom it preempted stands."""
+        self._take_pages_of(plan.preempted)
+        for chunk in plan.chunks:
+            sequence = self._live.get(chunk.request_id) if chunk.request_id is not None and chunk.num_tokens else None
+            if sequence is not None:
+                self._check_table(sequence, chunk)
+                sequence.must_restart = True
+        return StepOutcome(failed="void")
+
+    def _take_pages_of(self, preempted: Collection[str]) -> None:
+        for request_id in preempted:
+            if request_id in self._live:
+                self._live[request_id].lose_pages()
 
     def _failure(self, plan: StepPlan) -> Failure | None:
         positions = sum(chunk.num_tokens + chunk.padding for chunk in plan.chunks)
@@ -157,11 +170,8 @@ class FakeExecutor:
         return set(chunk.pages[chunk.start // size : self._memory.pages_for(end)])
 
     def _check_chunk(self, sequence: "_Sequence", chunk: Chunk) -> None:
-        if not sequence.pages:
-            assert chunk.start % self._memory.page_size == 0, f"{chunk} starts within a page that it never computed"
-            sequence.num_kept = chunk.start
-        assert chunk.start == sequence.num_kept, f"{chunk} does not start at {sequence.num_kept}, which was kept"
         self._check_table(sequence, chunk)
+        assert chunk.start == sequence.num_kept, f"{chunk} does not start at {sequence.num_kept}, which was kept"
         end, known = chunk.start + chunk.num_tokens, sequence.num_known
         assert end <= known, f"{chunk} computes {end} tokens, {known} are known"
         assert chunk.samples == (end == known), f"{chunk} samples before the last of {known} tokens, or not there"
@@ -169,6 +179,9 @@ class FakeExecutor:
 
     def _check_table(self, sequence: "_Sequence", chunk: Chunk) -> None:
         """The table grows at its end, by the pages granted; and nobody else who is live has a use for those."""
+        if not sequence.pages:
+            assert chunk.start % self._memory.page_size == 0, f"{chunk} starts within a page that it never computed"
+            sequence.num_kept = chunk.start
         old = sequence.pages or chunk.pages[: chunk.start // self._memory.page_size]
         assert chunk.pages[: len(old)] == old, f"{chunk} moved pages; they were {old}"
         assert len(chunk.pages) - len(old) == chunk.num_granted, f"{chunk} grants pages beyond {old}"

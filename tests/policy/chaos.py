@@ -48,9 +48,18 @@ class Chaos:
         elif draw < 0.22:
             self.drive.flush()
         elif draw < 0.60 and self.drive.in_flight:
-            self.drive.land()
+            self.land()
+        elif draw < 0.61 and self.drive.in_flight:
+            self.drive.void()
         elif len(self.drive.in_flight) < self.max_in_flight:
             self.drive.launch()
+
+    def land(self) -> None:
+        """The oldest step ends. If it fails, the others are in half of all cases not run."""
+        outcome = self.drive.land()
+        if outcome.failed and self.random.random() < 0.5:
+            while self.drive.in_flight:
+                self.drive.void()
 
     def add(self) -> None:
         """A request arrives, and may be one that breaks things."""

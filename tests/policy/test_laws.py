@@ -68,6 +68,11 @@ class Events(RuleBasedStateMachine):
     def land(self) -> None:
         self.drive.land()
 
+    @precondition(lambda self: self.drive.in_flight)
+    @rule()
+    def void(self) -> None:
+        self.drive.void()
+
     @rule(max_in_flight=st.integers(1, MAX_IN_FLIGHT), num_steps=st.integers(1, 12))
     def work(self, max_in_flight: int, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -270,3 +275,87 @@ def test_a_pause_ends_when_its_reason_does() -> None:
     drive.abort("first")
     drive.land()
     assert [chunk.request_id for chunk in drive.launch().chunks] == ["second"]
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_step_that_is_not_run_costs_its_requests_nothing(name: str) -> None:
+    """Every third plan is void, and so is whatever was planned behind it: all tokens come, as after no such thing."""
+    drive = Drive(SCHEDULERS[name](ROOMY, AGED), ROOMY)
+    for index in range(6):
+        drive.add(Request(str(index), 3 + index, 9))
+    drive.flush()
+    while drive.live:
+        while len(drive.in_flight) < 2 and drive.launch():
+            pass
+        if len(drive.plans) % 3:
+            drive.land()
+        else:
+            while drive.in_flight:
+                drive.void()
+    while drive.in_flight:
+        drive.void()
+    drive.check_idle()
+    assert drive.tokens == {str(index): 9 for index in range(6)}
+    assert not drive.failed
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_whatever_was_planned_behind_a_failed_step_need_not_be_run(name: str, failure: str) -> None:
+    """The plan behind is void: everybody finishes, and after a failure as soon as if nothing had been planned ahead."""
+    num_steps = []
+    for max_in_flight in (1, 2):
+        drive = Drive(SCHEDULERS[name](ROOMY, AGED), ROOMY, failures={3: failure})
+        for index in range(4):
+            drive.add(Request(str(index), 4, 8))
+        drive.flush()
+        while drive.live or drive.in_flight:
+            while len(drive.in_flight) < max_in_flight and drive.launch():
+                pass
+            if drive.land().failed and drive.in_flight:
+                drive.void()
+        drive.check_idle()
+        num_steps.append(drive.executor.num_steps)
+        assert len(drive.tokens) == (3 if (name, failure) == ("one by one", "exception") else 4) or name == "one by one"
+    assert num_steps[0] == num_steps[1]
+
+
+def test_a_late_row_that_breaks_its_step_does_not_end_the_only_other() -> None:
+    """The culprit has ended, but is still executed: who shares that step with it is tried again, alone."""
+    drive = Drive(make_continuous(ROOMY), ROOMY)
+    for request_id in ("innocent", "culprit"):
+        drive.add(Request(request_id, 4, 5))
+    drive.step()
+    drive.launch()
+    drive.abort("culprit")
+    drive.executor.poison = {"culprit"}
+    assert drive.land().failed
+    drive.run()
+    assert drive.ended == {"culprit": "aborted", "innocent": "finished"}
+
+
+MAKERS_OF_SIX: dict[str, Callable[[], Scheduler]] = {
+    "static": lambda: static(ROOMY, 6),
+    "dynamic": lambda: dynamic(ROOMY, DynamicSettings(6, allowed_sizes=(2, 4, 6))),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS_OF_SIX)
+def test_a_batch_that_was_planned_ahead_of_a_failure_wastes_what_it_would_have_wasted(name: str) -> None:
+    """Prompts run out of memory with the first decodes planned behind: paddings and fillers are as without that."""
+    shapes = []
+    for max_in_flight in (1, 2):
+        drive = Drive(MAKERS_OF_SIX[name](), ROOMY, failures={0: "oom"})
+        for index in range(3):
+            drive.add(Request(str(index), 4 + index, 4 + index))
+        drive.flush()
+        ran = []
+        while drive.live or drive.in_flight:
+            while len(drive.in_flight) < max_in_flight and (plan := drive.launch()):
+                ran.append(plan)
+            if drive.land().failed and drive.in_flight:
+                ran.remove(drive.in_flight[0])
+                drive.void()
+        shapes.append([[(chunk.request_id, chunk.num_tokens, chunk.padding) for chunk in plan.chunks] for plan in ran])
+        shapes[-1].append([chunk.start for plan in ran for chunk in plan.chunks if chunk.request_id is None])
+    assert shapes[0] == shapes[1]

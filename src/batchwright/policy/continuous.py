@@ -110,6 +110,7 @@ class Continuous:
         self._running: RankedQueue[Progress] = RankedQueue()
         self._reserved = 0  # pages set aside for running requests and not yet granted
         self._budget = _Budget(self.settings.token_budget)
+        self._num_rows: dict[int, int] = {}  # of each plan in flight
         self._preempted: list[str] = []  # since the last plan
         self._retries: deque[list[Progress]] = deque()  # parts of failed steps
         self._is_retrying = False  # such parts run alone, and nothing else until all have
@@ -137,12 +138,14 @@ class Continuous:
         return tuple(dropped)
 
     def commit(self, plan_id: int, now: float, outcome: StepOutcome) -> tuple[Dropped, ...]:
+        num_rows = self._num_rows.pop(plan_id)
         ended, failed = self._ledger.settle(plan_id, outcome)
         for progress in ended:
             self._end(progress)
-        if outcome.failed:
-            return self._recover(failed, outcome)
-        self._budget.succeed()
+        if outcome.failed is None:
+            self._budget.succeed()
+        elif outcome.failed != "void":
+            return self._recover(failed, outcome, is_alone=num_rows == 1)
         return ()
 
     def wakeup(self, now: float) -> float | None:
@@ -186,7 +189,9 @@ class Continuous:
         if not draft.chunks:
             return None
         preempted, self._preempted = self._preempted, []
-        return self._ledger.launch(reason, draft.chunks, draft.flight, preempted)
+        plan = self._ledger.launch(reason, draft.chunks, draft.flight, preempted)
+        self._num_rows[plan.id] = len(draft.chunks)
+        return plan
 
     def _continue_running(self, draft: _Draft, rows: list[Progress]) -> None:
         """Decodes first, then prompts under way, both in order of rank."""
@@ -317,8 +322,11 @@ class Continuous:
             self._leave(row)
         self._ledger.end(row)
 
-    def _recover(self, failed: Flight, outcome: StepOutcome) -> tuple[Dropped, ...]:
-        """Run a failed step again in halves, so that one bad row costs at most 2 log2(rows) extra steps."""
+    def _recover(self, failed: Flight, outcome: StepOutcome, *, is_alone: bool) -> tuple[Dropped, ...]:
+        """Run a failed step again in halves, so that one bad row costs at most 2 log2(rows) extra steps.
+
+        `is_alone`: the step had no other row, not even a late one, which is not in `failed`.
+        """
         if not failed:
             return ()
         rows = [row for row, _ in failed.values()]
@@ -326,7 +334,7 @@ class Continuous:
         ran_out_of_memory = outcome.failed == "oom"
         if ran_out_of_memory:
             self._budget.fail(num_tokens, is_retry=self._is_retrying)
-        if len(rows) == 1 and (num_tokens == 1 or not ran_out_of_memory):
+        if is_alone and (num_tokens == 1 or not ran_out_of_memory):
             self._end(rows[0])
             return (Dropped(rows[0].request.id, "out_of_memory" if ran_out_of_memory else "exception"),)
         half = (len(rows) + 1) // 2

@@ -52,7 +52,7 @@ class _Batch:
         self.rows: list[Progress | None] = [*rows, *[None] * num_fillers]
         self.width = max(row.request.num_prompt for row in rows)
         self.num_tokens_per_row = _num_tokens_per_row(rows)
-        self.round_number = 0  # the step that its rows are taking, all at once or in parts; 0 before the first
+        self.round_number = 0  # the last step that its rows began to take, all at once or in parts; 0 before any
         self.part_size = len(self.rows)  # most rows in one plan; fewer than all after a step ran out of memory
         self.tables: dict[str, tuple[int, ...]] = {}
 
@@ -64,10 +64,10 @@ class _Batch:
     def is_over(self) -> bool:
         return all(row is None or row.ended for row in self.rows)
 
-    def next_chunk(self, row: Progress | None) -> Chunk:
+    def next_chunk(self, row: Progress | None, round_number: int) -> Chunk:
         """What `row` executes next, useful or not. Counts it as done: ask once for each plan."""
         if row is None:
-            position = 0 if self.round_number < _FIRST_DECODE else self.width + self.round_number - _FIRST_DECODE
+            position = 0 if round_number < _FIRST_DECODE else self.width + round_number - _FIRST_DECODE
             return self._dead_chunk(None, position, ())
         table = self.tables[row.request.id]
         if row.ended or row.done == row.length:
@@ -92,10 +92,15 @@ def _num_tokens_per_row(rows: list[Progress]) -> int:
 
 
 class _Part(NamedTuple):
-    """Rows of the batch that take a step together: all of them, unless a step failed."""
+    """Rows of the batch that take the step of one round together: all of them, unless a step failed."""
 
     reason: Reason
     rows: list[Progress | None]
+    round_number: int
+
+    def split(self, reason: Reason, size: int) -> "list[_Part]":
+        """Parts of at most `size` rows."""
+        return [self._replace(reason=reason, rows=self.rows[i : i + size]) for i in range(0, len(self.rows), size)]
 
 
 class Grouped:
@@ -137,7 +142,10 @@ class Grouped:
         ended, failed = self._ledger.settle(plan_id, outcome)
         for progress in ended:
             self._ledger.end(progress)
-        dropped = self._recover(part, outcome) if failed else ()
+        if outcome.failed == "void":
+            assert self._batch is not None
+            self._round.extend(part.split(part.reason, self._batch.part_size))
+        dropped = self._recover(part, outcome) if failed and outcome.failed != "void" else ()
         self._close_batch()
         return dropped
 
@@ -190,12 +198,11 @@ class Grouped:
     def _begin_round(self, reason: Reason) -> None:
         """Every row of the batch takes one step, in parts of at most `part_size`."""
         assert self._batch is not None
-        rows = self._batch.rows
-        self._batch.round_number += 1
-        if self._batch.round_number == _FIRST_DECODE:  # steps are smaller from here on, so all rows may fit again
-            self._batch.part_size = len(rows)
-        size = self._batch.part_size
-        self._round.extend(_Part(reason, rows[first : first + size]) for first in range(0, len(rows), size))
+        batch = self._batch
+        batch.round_number += 1
+        if batch.round_number == _FIRST_DECODE:  # steps are smaller from here on, so all rows may fit again
+            batch.part_size = len(batch.rows)
+        self._round.extend(_Part(reason, batch.rows, batch.round_number).split(reason, batch.part_size))
 
     def _must_wait(self) -> bool:
         """A part of a failed step runs alone, so that the row that breaks it is found."""
@@ -216,7 +223,7 @@ class Grouped:
         flight: Flight = {}
         chunks = []
         for row in part.rows:
-            chunks.append(chunk := batch.next_chunk(row))
+            chunks.append(chunk := batch.next_chunk(row, part.round_number))
             if row and chunk.num_tokens:
                 row.last_plan = self._ledger.next_plan_id
                 flight[row.request.id] = row, chunk.num_tokens
@@ -244,7 +251,9 @@ class Grouped:
             self._ledger.end(row)
             return (Dropped(row.request.id, "out_of_memory" if outcome.failed == "oom" else "exception"),)
         half = (len(rows) + 1) // 2
-        if outcome.failed == "oom" and self._batch:
+        assert self._batch is not None
+        is_old = part.round_number < _FIRST_DECODE <= self._batch.round_number  # later steps are smaller anyway
+        if outcome.failed == "oom" and not is_old:
             self._batch.part_size = half
-        self._round.extendleft((_Part("retry", rows[half:]), _Part("retry", rows[:half])))
+        self._round.extendleft(reversed(part.split("retry", half)))
         return ()

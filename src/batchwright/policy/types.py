@@ -20,6 +20,10 @@ is being run again in parts."""
 DropReason = Literal["deadline", "queue_timeout", "out_of_memory", "exception"]
 RefusalReason = Literal["too_long", "queue_full", "invalid"]
 
+Failure = Literal["oom", "exception", "void"]
+"""How a step fails as a whole: it ran out of memory, something was raised, or it was not run to its end for a reason
+that has nothing to do with its rows (the step before it failed, somebody pressed Ctrl-C)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -129,10 +133,14 @@ class ItemOutcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """How a step ended: per live row, or as a whole (`failed`), in which case nothing of it counts."""
+    """How a step ended: per live row, or as a whole (`failed`), in which case nothing of it counts.
+
+    The rows of a void step are planned again as if it had not been; the pages that it granted stay granted, and whom
+    it preempted stays preempted.
+    """
 
     items: tuple[ItemOutcome, ...] = ()
-    failed: Literal["oom", "exception"] | None = None
+    failed: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +182,11 @@ class Scheduler(Protocol):
         ...
 
     def commit(self, plan_id: int, now: float, outcome: StepOutcome) -> tuple[Dropped, ...]:
-        """A step ended. Returns the requests given up because their steps kept failing."""
+        """A step ended, or is not run. Returns the requests given up because their steps kept failing.
+
+        Rows of a failed step that are in later plans too lose those promises as well. Where such a plan has not
+        been started, it is best committed as void.
+        """
         ...
 
     def wakeup(self, now: float) -> float | None:

@@ -11,6 +11,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from batchwright.serve import weights
+from batchwright.serve.attention import rotated
+from batchwright.serve.model import Decoder
+from batchwright.serve.rope import rotations
 from batchwright.serve.weights import LoadedModel
 
 TINY: dict[str, Any] = {
@@ -66,12 +69,17 @@ def smollm2() -> LoadedModel:
 
 
 class DenseCache:
-    """Attention for one request, chunk after chunk: keeps every key and value, and masks by position."""
+    """Attention for one request of `decoder`, chunk after chunk: keeps every key and value, and masks by position."""
 
-    def __init__(self) -> None:
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
         self.kv: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv_TF: Tensor) -> Tensor:
+        shape = self.decoder.shape
+        start = len(self.kv[layer][0]) if layer in self.kv else 0
+        turn_T1C = rotations(torch.arange(start, start + len(qkv_TF)), self.decoder.freq_C)
+        q_THD, k_TKD, v_TKD = rotated(qkv_TF, turn_T1C, shape.num_heads, shape.num_kv_heads)
         if layer in self.kv:
             k_TKD, v_TKD = (torch.cat(pair) for pair in zip(self.kv[layer], (k_TKD, v_TKD), strict=True))
         self.kv[layer] = k_TKD, v_TKD
@@ -80,8 +88,3 @@ class DenseCache:
         q_HTD, k_KTD, v_KTD = (tensor.transpose(0, 1)[None] for tensor in (q_THD, k_TKD, v_TKD))
         o_HTD = F.scaled_dot_product_attention(q_HTD, k_KTD, v_KTD, attn_mask=visible, enable_gqa=True)
         return o_HTD[0].transpose(0, 1).reshape(num_new, -1)
-
-
-@pytest.fixture
-def dense_cache() -> type[DenseCache]:
-    return DenseCache

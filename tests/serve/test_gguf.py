@@ -33,7 +33,7 @@ def assert_same_model(smollm2: LoadedModel, reference: LlamaForCausalLM) -> None
             rotary = ".q_proj." in name or ".k_proj." in name
             assert torch.equal(source.tensor(name, torch.float32), interleave(theirs, 64) if rotary else theirs), name
     tokens_T = torch.randint(0, 49_152, (300,), generator=torch.Generator().manual_seed(0))
-    ours_TV = smollm2.decoder.forward(tokens_T, torch.arange(300), DenseCache(), torch.arange(300))
+    ours_TV = smollm2.decoder.forward(tokens_T, DenseCache(smollm2.decoder), torch.arange(300))
     with torch.inference_mode():
         assert (ours_TV - reference(tokens_T[None]).logits[0]).abs().max() < 1e-4
 
@@ -67,12 +67,10 @@ def test_the_embedded_model_answers(smollm2: LoadedModel) -> None:
     """Greedy decoding of a chat prompt gives the sentence one expects, and ends itself."""
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = smollm2.tokenizer.apply_chat_template(messages)
-    ids, reply, cache = smollm2.tokenizer.encode(prompt, add_special_tokens=False), [], DenseCache()
-    start = 0
+    ids, reply = smollm2.tokenizer.encode(prompt, add_special_tokens=False), []
+    cache = DenseCache(smollm2.decoder)
     while len(reply) < 20 and not (reply and reply[-1] in smollm2.eos_ids):
-        positions_T = torch.arange(start, start + len(ids))
-        logits_RV = smollm2.decoder.forward(torch.tensor(ids), positions_T, cache, torch.tensor([len(ids) - 1]))
-        start += len(ids)
+        logits_RV = smollm2.decoder.forward(torch.tensor(ids), cache, torch.tensor([len(ids) - 1]))
         ids = [int(logits_RV.argmax())]
         reply += ids
     assert smollm2.tokenizer.decode(reply) == "The capital of France is Paris.<|im_end|>"
@@ -150,9 +148,9 @@ def test_metadata_reads_as_the_gguf_package_reads_it() -> None:
 def test_llama_3_scaling_comes_from_its_frequency_tensor(tmp_path: Path) -> None:
     """A file with rope_freqs.weight rotates by Llama-3 frequencies; one without, by plain ones."""
     scaled = weights.load(write_tiny(tmp_path / "scaled.gguf"), torch.float32).decoder
-    assert torch.allclose(scaled._freq_C, frequencies({"rope_parameters": LLAMA3_ROPE}, 16))
+    assert torch.allclose(scaled.freq_C, frequencies({"rope_parameters": LLAMA3_ROPE}, 16))
     plain = weights.load(write_tiny(tmp_path / "plain.gguf", drop=("rope_freqs",))).decoder
-    assert torch.equal(plain._freq_C, frequencies({}, 16))
+    assert torch.equal(plain.freq_C, frequencies({}, 16))
 
 
 def test_a_file_without_a_tokenizer_still_loads(tmp_path: Path) -> None:

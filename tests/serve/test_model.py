@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from batchwright.errors import BrokenWeights, UnsupportedModel
 from batchwright.serve import linear, weights
-from batchwright.serve.linear import Linear
+from batchwright.serve.linear import TorchLinear
 from batchwright.serve.model import Decoder, supported_shape
 from batchwright.serve.rope import frequencies
 from tests.serve.conftest import LLAMA3_ROPE, TINY, VARIANTS, DenseCache, MakeCheckpoint
@@ -25,74 +25,59 @@ def reference_logits(path: Path, tokens_T: Tensor, dtype: torch.dtype = torch.fl
         return model(tokens_T[None]).logits[0].float()
 
 
-def run(decoder: Decoder, tokens_T: Tensor, attend: Any, start: int = 0) -> Tensor:
-    positions_T = torch.arange(start, start + len(tokens_T))
-    return decoder.forward(tokens_T, positions_T, attend, torch.arange(len(tokens_T)))
+def run(decoder: Decoder, tokens_T: Tensor, attend: Any = None) -> Tensor:
+    return decoder.forward(tokens_T, attend or DenseCache(decoder), torch.arange(len(tokens_T)))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_transformers(
-    variant: str, make_checkpoint: MakeCheckpoint, dense_cache: type[DenseCache]
-) -> None:
+def test_logits_equal_transformers(variant: str, make_checkpoint: MakeCheckpoint) -> None:
     """In float32 every logit of every position is within 1e-4, for each shape we claim to run."""
     path = make_checkpoint(**VARIANTS[variant])
-    logits_TV = run(weights.load(path, torch.float32).decoder, TOKENS_T, dense_cache())
+    logits_TV = run(weights.load(path, torch.float32).decoder, TOKENS_T)
     assert logits_TV.dtype == torch.float32
     assert (logits_TV - reference_logits(path, TOKENS_T)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("sizes", [[150], [1] * 20 + [130], [149, 1], [64, 64, 22], [7] * 21 + [3]])
-def test_any_split_into_chunks_gives_the_same_logits(
-    sizes: list[int], make_checkpoint: MakeCheckpoint, dense_cache: type[DenseCache]
-) -> None:
+def test_any_split_into_chunks_gives_the_same_logits(sizes: list[int], make_checkpoint: MakeCheckpoint) -> None:
     """Prefill at once, in chunks, or token by token: the logits are those of one pass."""
     path = make_checkpoint()
-    decoder, attend = weights.load(path, torch.float32).decoder, dense_cache()
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    parts = [
-        run(decoder, TOKENS_T[start : start + size], attend, start) for start, size in zip(starts, sizes, strict=True)
-    ]
+    decoder = weights.load(path, torch.float32).decoder
+    attend = DenseCache(decoder)
+    parts = [run(decoder, part_T, attend) for part_T in TOKENS_T.split(sizes)]
     assert (torch.cat(parts) - reference_logits(path, TOKENS_T)).abs().max() < 1e-4
 
 
-def test_requests_mixed_in_one_step_do_not_touch(
-    make_checkpoint: MakeCheckpoint, dense_cache: type[DenseCache]
-) -> None:
+def test_requests_mixed_in_one_step_do_not_touch(make_checkpoint: MakeCheckpoint) -> None:
     """A prefill of one request and a decode of another, flattened into one step, equal each alone."""
     decoder = weights.load(make_checkpoint(), torch.float32).decoder
     first_T, second_T = TOKENS_T[:40], TOKENS_T[40:90]
-    alone = run(decoder, first_T, dense_cache()), run(decoder, second_T, dense_cache())
-    caches = dense_cache(), dense_cache()
+    alone = run(decoder, first_T), run(decoder, second_T)
+    caches = DenseCache(decoder), DenseCache(decoder)
     run(decoder, first_T[:-1], caches[0])
 
-    def attend(layer: int, *qkv: Tensor) -> Tensor:
-        parts = [part.split([1, 50]) for part in qkv]
-        return torch.cat([cache(layer, *(part[i] for part in parts)) for i, cache in enumerate(caches)])
+    def attend(layer: int, qkv_TF: Tensor) -> Tensor:
+        parts = zip(caches, qkv_TF.split([1, 50]), strict=True)
+        return torch.cat([cache(layer, part_TF) for cache, part_TF in parts])
 
-    tokens_T = torch.cat([first_T[-1:], second_T])
-    positions_T = torch.cat([torch.tensor([39]), torch.arange(50)])
-    logits_RV = decoder.forward(tokens_T, positions_T, attend, torch.tensor([50, 0]))
+    logits_RV = decoder.forward(torch.cat([first_T[-1:], second_T]), attend, torch.tensor([50, 0]))
     assert (logits_RV - torch.stack([alone[1][-1], alone[0][-1]])).abs().max() < 1e-4
 
 
-def test_a_step_without_logit_rows_still_attends_in_every_layer(
-    make_checkpoint: MakeCheckpoint, dense_cache: type[DenseCache]
-) -> None:
+def test_a_step_without_logit_rows_still_attends_in_every_layer(make_checkpoint: MakeCheckpoint) -> None:
     """The chunk in the middle of a prompt wants no logits, but its keys and values must be stored."""
-    decoder, attend = weights.load(make_checkpoint(), torch.float32).decoder, dense_cache()
-    no_rows = torch.empty(0, dtype=torch.int64)
-    logits_RV = decoder.forward(TOKENS_T, torch.arange(150), attend, no_rows)
+    decoder = weights.load(make_checkpoint(), torch.float32).decoder
+    attend = DenseCache(decoder)
+    logits_RV = decoder.forward(TOKENS_T, attend, torch.empty(0, dtype=torch.int64))
     assert logits_RV.shape == (0, 97) and logits_RV.dtype == torch.float32
     assert [len(k_TKD) for k_TKD, _ in attend.kv.values()] == [150] * 3
 
 
-def test_bfloat16_errs_no_more_than_transformers_does(
-    make_checkpoint: MakeCheckpoint, dense_cache: type[DenseCache]
-) -> None:
+def test_bfloat16_errs_no_more_than_transformers_does(make_checkpoint: MakeCheckpoint) -> None:
     """Against float32 logits, our bfloat16 error is at most 1.1 times that of transformers' bfloat16."""
     path = make_checkpoint()
     exact_TV = reference_logits(path, TOKENS_T)
-    ours_TV = run(weights.load(path, torch.bfloat16).decoder, TOKENS_T, dense_cache())
+    ours_TV = run(weights.load(path, torch.bfloat16).decoder, TOKENS_T)
     theirs_TV = reference_logits(path, TOKENS_T, torch.bfloat16)
     assert (ours_TV - exact_TV).square().mean() < 1.1**2 * (theirs_TV - exact_TV).square().mean()
 
@@ -107,21 +92,21 @@ def test_a_packed_weight_is_right_for_any_number_of_rows(num_rows: int, dtype: t
     tolerance = 1e-4 if dtype == torch.float32 else 0.25
     for bias in (None, bias_N):
         torch.testing.assert_close(
-            Linear(weight_NK, bias)(x_MK), F.linear(x_MK, weight_NK, bias), atol=tolerance, rtol=1e-2
+            TorchLinear(weight_NK, bias)(x_MK), F.linear(x_MK, weight_NK, bias), atol=tolerance, rtol=1e-2
         )
 
 
 def test_without_the_packing_operators_it_falls_back(
-    monkeypatch: pytest.MonkeyPatch, make_checkpoint: MakeCheckpoint, dense_cache: type[DenseCache]
+    monkeypatch: pytest.MonkeyPatch, make_checkpoint: MakeCheckpoint
 ) -> None:
     """A torch that lacks oneDNN's operators runs the same model through F.linear."""
     path = make_checkpoint()
-    packed_TV = run(weights.load(path, torch.float32).decoder, TOKENS_T, dense_cache())
+    packed_TV = run(weights.load(path, torch.float32).decoder, TOKENS_T)
     monkeypatch.setattr(linear, "_POINTWISE", None)
     linear.can_pack.cache_clear()
     try:
         assert not linear.can_pack(torch.float32)
-        plain_TV = run(weights.load(path, torch.float32).decoder, TOKENS_T, dense_cache())
+        plain_TV = run(weights.load(path, torch.float32).decoder, TOKENS_T)
     finally:
         linear.can_pack.cache_clear()
     assert (plain_TV - packed_TV).abs().max() < 1e-4

@@ -26,7 +26,7 @@ from tests.serve.conftest import DenseCache, MakeCheckpoint
 
 def logits(path: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     decoder = weights.load(path, dtype).decoder
-    return decoder.forward(torch.arange(20), torch.arange(20), DenseCache(), torch.arange(20))
+    return decoder.forward(torch.arange(20), DenseCache(decoder), torch.arange(20))
 
 
 def edit(path: Path, **changes: object) -> None:
@@ -233,7 +233,7 @@ def test_loading_does_not_need_the_files_afterwards(make_checkpoint: MakeCheckpo
     path = make_checkpoint()
     before, model = logits(path), weights.load(path, torch.float32)
     shutil.rmtree(path)
-    after = model.decoder.forward(torch.arange(20), torch.arange(20), DenseCache(), torch.arange(20))
+    after = model.decoder.forward(torch.arange(20), DenseCache(model.decoder), torch.arange(20))
     assert torch.equal(before, after)
 
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchwright.serve.kv import PagedKV, slots
+from batchwright.serve.rope import rotate, rotations
 
 _GROUP_SPREAD = 1.5
 """A decode joins a group while its context is within this factor of the group's longest."""
@@ -63,15 +64,16 @@ class _PromptChunk(NamedTuple):
 class StepLayout:
     """Where a step's positions are, are stored and look. `rows` are in the order of the step's positions.
 
-    Decodes must come first, longest context first (`layout_order`).
+    Decodes must come first, longest context first (`layout_order`). Queries and keys come in pair order (`rope`).
     """
 
-    def __init__(self, rows: Sequence[RowSpan], kv: PagedKV) -> None:
-        self._kv = kv
+    def __init__(self, rows: Sequence[RowSpan], kv: PagedKV, num_heads: int, freq_C: Tensor) -> None:
+        self._kv, self._num_heads = kv, num_heads
         device = kv.pages_LPMSD.device
         num_decodes = sum(row.num_positions == 1 for row in rows)
         assert all(row.num_positions == 1 for row in rows[:num_decodes]), "decodes come first"
-        self.positions_T = torch.tensor([p for row in rows for p in range(row.start, row.context)], device=device)
+        positions_T = torch.tensor([p for row in rows for p in range(row.start, row.context)], device=device)
+        self._turn_T1C = rotations(positions_T, freq_C)
         stored = [
             slot for row in rows for slot in slots(row.table, kv.page_size, row.start, row.num_positions, kv.scratch)
         ]
@@ -83,8 +85,9 @@ class StepLayout:
             self._chunks.append(self._prompt_chunk(row, first))
             first += row.num_positions
 
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def attend(self, layer: int, qkv_TF: Tensor) -> Tensor:
         """Stores the keys and values of all positions in `layer`'s pages, then o_TE for all of them."""
+        q_THD, k_TKD, v_TKD = rotated(qkv_TF, self._turn_T1C, self._num_heads, self._kv.num_heads)
         pages_PMSD = self._kv.pages_LPMSD[layer]
         flat = pages_PMSD.view(-1, pages_PMSD.shape[-1])
         flat.index_copy_(0, self._key_slots, k_TKD.flatten(0, 1))
@@ -97,7 +100,7 @@ class StepLayout:
     # ---- decodes
 
     def _decode_group(self, rows: Sequence[RowSpan], first: int) -> _DecodeGroup:
-        page_size, device = self._kv.page_size, self.positions_T.device
+        page_size, device = self._kv.page_size, self._turn_T1C.device
         num_pages = -(-rows[0].context // page_size)
         tables = torch.tensor([self._padded_table(row, num_pages) for row in rows], device=device)
         contexts = torch.tensor([row.context for row in rows], device=device)
@@ -120,7 +123,7 @@ class StepLayout:
         end = first + row.num_positions
         if row.start == 0:
             return _PromptChunk(first, end, row.context, None, None)
-        device = self.positions_T.device
+        device = self._turn_T1C.device
         table = torch.tensor([self._padded_table(row, -(-row.context // self._kv.page_size))], device=device)
         seen = torch.arange(row.context, device=device) <= torch.arange(row.start, row.context, device=device)[:, None]
         return _PromptChunk(first, end, row.context, self._page_heads(table), seen)
@@ -160,6 +163,13 @@ class StepLayout:
         base = page * (2 * num_heads * page_size) + slots_T % page_size
         keys = base[:, None] + torch.arange(num_heads, device=slots_T.device) * page_size
         return keys.flatten(), (keys + num_heads * page_size).flatten()
+
+
+def rotated(qkv_TF: Tensor, turn_T1C: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q_THD and k_TKD, rotated, and v_TKD, of queries, keys and values side by side; views with strided rows."""
+    qkv_TGD = qkv_TF.view(len(qkv_TF), num_heads + 2 * num_kv_heads, -1)
+    qk_TGD = rotate(qkv_TGD[:, : num_heads + num_kv_heads], turn_T1C)
+    return qk_TGD[:, :num_heads], qk_TGD[:, num_heads:], qkv_TGD[:, num_heads + num_kv_heads :]
 
 
 def layout_order(rows: Sequence[RowSpan]) -> list[int]:

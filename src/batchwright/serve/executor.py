@@ -15,7 +15,7 @@ from torch import Tensor
 
 from batchwright.policy.pages import Memory
 from batchwright.policy.types import StepPlan
-from batchwright.serve.attention import RowSpan, StepLayout, layout_order
+from batchwright.serve.attention import RowSpan, layout_order
 from batchwright.serve.kv import PagedKV
 from batchwright.serve.model import Decoder
 from batchwright.serve.sampling import SamplingParams
@@ -83,12 +83,13 @@ class TorchExecutor:
         spans = [RowSpan(chunk.start, chunk.num_tokens + chunk.padding, chunk.pages) for chunk in plan.chunks]
         self.kv.clear(page for span in spans for page in span.begun_page(self.kv.page_size))
         order = layout_order(spans)
-        layout = StepLayout([spans[index] for index in order], self.kv)
+        decoder = self._decoder
+        layout = decoder.ops.layout([spans[index] for index in order], self.kv, decoder.shape, decoder.freq_C)
         feed = self._sequences.feed([plan.chunks[index] for index in order])
-        device = self._decoder.device
+        device = decoder.device
         tokens_T = torch.tensor(list(chain.from_iterable(feed.tokens)), device=device)
         rows_R = torch.tensor(feed.rows, dtype=torch.int64, device=device)
-        return TorchPending(self._decoder.forward(tokens_T, layout.positions_T, layout.attend, rows_R), feed)
+        return TorchPending(decoder.forward(tokens_T, layout.attend, rows_R), feed)
 
 
 class TorchPending:

@@ -1,10 +1,15 @@
-"""A linear layer whose weight is packed once, at load, into the layout the CPU's matrix kernel wants.
+"""Linear layers on torch's operators: in the model's dtype, or with int8 weights.
+
+`TorchLinear` packs its weight once, at load, into the layout the CPU's matrix kernel wants.
 
 oneDNN otherwise reorders the weight on every call, which for the few rows of a decode step costs more than the product
 itself (docs/log.md). One packed copy serves every number of rows: hints from 32 to 512 choose the same layout. The
 plain weight is not kept. In float32 the inputs are taken in slices, each added to the sum of those before: oneDNN
 adds all products of a row in one chain, whose rounding is twice as far off as with blocks of 192, which is what MKL
 adds up. Where torch lacks the operators or the dtype, and on other devices, it is an ordinary `F.linear`.
+
+`Int8Linear` holds whole numbers from -127 to 127, with one scale per output, and rounds its inputs to as many steps,
+with one scale per row and call (dynamic activations); products are added up exactly.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -20,7 +25,7 @@ _ROWS_HINT = 32
 _EXACT_INPUTS = 192
 
 
-class Linear:
+class TorchLinear:
     """y_MN = x_MK @ weight_NK.T + bias_N. `weight_NK` may be freed by the caller afterwards."""
 
     __slots__ = ("_bias", "_packed", "_weight")
@@ -39,6 +44,49 @@ class Linear:
         if self._weight is not None:
             return F.linear(x_MK, self._weight, self._bias)
         return _packed_product(x_MK, self._packed, self._bias)
+
+    def add_to(self, y_MN: Tensor, x_MK: Tensor) -> Tensor:
+        return y_MN.add_(self(x_MK))
+
+    def floats(self, x_MK: Tensor) -> Tensor:
+        return self(x_MK).float()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self._packed) if self._weight is None else self._weight.nbytes
+
+
+class Int8Linear:
+    """The twin of the int8 kernel: the same integers, by torch's integer product."""
+
+    __slots__ = ("_bias", "_dtype", "_scales_N", "_steps_KN")
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:
+        self._bias, self._dtype = bias_N, weight_NK.dtype
+        steps_NK, self._scales_N = quantized(weight_NK)
+        self._steps_KN = steps_NK.t()
+
+    def __call__(self, x_MK: Tensor) -> Tensor:
+        return self.floats(x_MK).to(self._dtype)
+
+    def add_to(self, y_MN: Tensor, x_MK: Tensor) -> Tensor:
+        return y_MN.copy_(y_MN.float() + self.floats(x_MK))
+
+    def floats(self, x_MK: Tensor) -> Tensor:
+        steps_MK, scales_M = quantized(x_MK)
+        y_MN = _INT_PRODUCT(steps_MK, self._steps_KN) * (scales_M[:, None] * self._scales_N)
+        return y_MN if self._bias is None else y_MN + self._bias
+
+    @property
+    def num_bytes(self) -> int:
+        return self._steps_KN.nbytes
+
+
+def quantized(x_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 steps of each row, the largest at 127, and scales_N: what a step stands for, in float32."""
+    largest_N = x_NK.float().abs().amax(1)
+    steps_N = torch.where(largest_N > 0, 127 / largest_N, 0)
+    return (x_NK.float() * steps_N[:, None]).round_().to(torch.int8), largest_N / 127
 
 
 @cache
@@ -74,4 +122,5 @@ def _packed_product(x_MK: Tensor, packed: list[Tensor], bias_N: Tensor | None) -
 
 _NO_SCALARS: list[None] = []
 _REORDER: Any = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+_INT_PRODUCT: Any = torch._int_mm  # noqa: SLF001 - torch has no public name for it
 _POINTWISE: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)

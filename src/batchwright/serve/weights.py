@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from batchwright.errors import BrokenWeights, ConfigError, InputError, MissingDependency, UnsupportedModel
+from batchwright.serve.backend import Backend, Quantization, Target, ops_for
 from batchwright.serve.checkpoint import SafetensorsSource, read_json
 from batchwright.serve.gguf_file import GgufFile
 from batchwright.serve.gguf_model import GgufSource, config_of_gguf
@@ -53,12 +54,22 @@ class LoadedModel:
 
 
 def load(
-    source: str | Path = DEFAULT, dtype: torch.dtype | str = torch.bfloat16, device: str | torch.device = "cpu"
+    source: str | Path = DEFAULT,
+    dtype: torch.dtype | str = torch.bfloat16,
+    device: str | torch.device = "cpu",
+    *,
+    backend: Backend = "auto",
+    quantization: Quantization | None = None,
+    deterministic: bool = False,
 ) -> LoadedModel:
     """`source`: a directory with config.json and safetensors, a .gguf file, or "smollm2". Nothing is downloaded.
 
+    `backend`: "native" (our kernels for a CPU), "torch", or "auto", which takes what was measured to be faster.
+    `quantization`: "int8" holds the projections' weights in half the memory and rounds their inputs to int8 as well.
+    `deterministic`: prefer operators under which requests do not affect each other, for `Engine(deterministic=True)`.
+
     Raises UnsupportedModel, BrokenWeights, MissingDependency (no embedded model), InputError (no such path), and
-    ConfigError for a dtype or device that is not there.
+    ConfigError for a dtype, device, backend or quantization that is not there.
     """
     known = _known_dtype(dtype)
     path = default_path() if str(source) == DEFAULT else _existing(source)
@@ -66,9 +77,9 @@ def load(
     if is_gguf and path.suffix != ".gguf":
         fact = f"{path.name} is neither a directory of safetensors nor a .gguf file"
         raise UnsupportedModel(f"loading {source}", fact, "give safetensors or gguf only; pickles are never read")
-    target = _checked(device)
+    target = Target(known, _checked(device), backend, quantization, deterministic)
     try:
-        return _load_gguf(path, known, target) if is_gguf else _load_directory(path, known, target)
+        return _load_gguf(path, target) if is_gguf else _load_directory(path, target)
     except _MALFORMED as error:
         # The files are foreign: where a number is expected they can hold anything, and each may be unreadable. What
         # matters is checked by name where it is read; this boundary is for the rest, so that no file ends a program.
@@ -138,24 +149,24 @@ class _Source(Protocol):
         ...
 
 
-def _load_directory(path: Path, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+def _load_directory(path: Path, target: Target) -> LoadedModel:
     if not (path / "config.json").is_file():
         remedy = "point at the directory that holds config.json and the safetensors files"
         raise BrokenWeights(f"loading {path}", "there is no config.json in it", remedy)
     config = read_json(path / "config.json")
     supported_shape(config)
     with ExitStack() as open_files:
-        decoder = _build(path, config, SafetensorsSource(path, open_files), dtype, device, None)
+        decoder = _build(path, config, SafetensorsSource(path, open_files), target, None)
     tokenizer = from_directory(path)
     why = "" if tokenizer else f"there is no tokenizer.json in {path}"
     return LoadedModel(path.resolve().name, decoder, tokenizer, why, _eos_of_directory(path, config, tokenizer), config)
 
 
-def _load_gguf(path: Path, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+def _load_gguf(path: Path, target: Target) -> LoadedModel:
     file = GgufFile(path)
     config = config_of_gguf(file)
     source = GgufSource(file, config)
-    decoder = _build(path, config, source, dtype, device, source.scaled_frequencies())
+    decoder = _build(path, config, source, target, source.scaled_frequencies())
     tokenizer, why = None, ""
     try:
         tokenizer = from_gguf(file.metadata)
@@ -170,8 +181,7 @@ def _build(
     path: Path,
     config: Mapping[str, Any],
     source: _Source,
-    dtype: torch.dtype,
-    device: torch.device,
+    target: Target,
     freq_C: Tensor | None,
 ) -> Decoder:
     """The decoder that `config` describes; what the source lacks, or has in another shape, is an error beforehand."""
@@ -188,12 +198,13 @@ def _build(
             raise BrokenWeights(f"loading {path}", fact, "use the config.json that belongs to these weights")
 
     def take(name: str) -> Tensor:
-        tensor = source.tensor(name, dtype)
+        tensor = source.tensor(name, target.dtype)
         if not _is_finite(tensor):
             raise BrokenWeights(f"loading {path}", f"tensor {name} holds infinities or NaNs", "fetch the weights again")
-        return tensor.to(device)
+        return tensor.to(target.device)
 
-    return Decoder(config, take, freq_C, in_pair_order=source.in_pair_order)
+    ops = ops_for(target, sizes)
+    return Decoder(config, take, freq_C, in_pair_order=source.in_pair_order, ops=ops)
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 The result is a `Hardware` like the table's, with the measurement as its source, so whoever prices work need not
 care which it got. FLOP/s is the best repeat over a few square sizes, because neighbours can only slow a product down,
-of `F.linear` and, on a CPU, of the layer that serves models; bandwidth is the median of sums over a buffer several
+of `F.linear` and, on a CPU, of the layers that serve models; bandwidth is the median of sums over a buffer several
 times the last-level cache. Both are what PyTorch reaches here and now, hence below vendors' peaks.
 """
 
@@ -23,7 +23,8 @@ from torch.nn import functional as F
 
 from batchwright.errors import ConfigError, InputError
 from batchwright.facts.hardware import Fact, Hardware
-from batchwright.serve.linear import Linear
+from batchwright.serve import native
+from batchwright.serve.ops import TorchOps
 from batchwright.units import format_bandwidth, format_bytes, format_flops_per_second
 
 MeasurableDtype = Literal["float32", "bfloat16", "float16"]
@@ -125,8 +126,11 @@ def _products(device: torch.device, dtype: torch.dtype, size: int) -> Iterator[_
     x = torch.randn(size, size, device=device, dtype=dtype)
     yield _Product(size, "F.linear", lambda: F.linear(x, weight))
     if device.type == "cpu":
-        packed = Linear(weight)
-        yield _Product(size, "serve's Linear", lambda: packed(x))
+        packed = TorchOps().linear(weight)
+        yield _Product(size, "packed for oneDNN", lambda: packed(x))
+        if not native.why_not(dtype, device):
+            ours = native.NativeOps().linear(weight)
+            yield _Product(size, "our own kernel", lambda: ours(x))
 
 
 def _measure_bandwidth(device: torch.device, seconds: float, report: Progress) -> Fact:

@@ -1,0 +1,50 @@
+"""What a model is to run on: the target that a user names, and the operators that serve it.
+
+"auto" takes our own kernels on the CPUs on which they were measured to win, and torch's operators elsewhere.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from batchwright.errors import ConfigError
+from batchwright.facts.shape import ModelShape
+from batchwright.serve import native
+from batchwright.serve.ops import Ops, TorchOps
+
+Backend = Literal["auto", "native", "torch"]
+Quantization = Literal["int8"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`quantization`: how weights are held, if not in `dtype`. `deterministic`: rows should not affect each other."""
+
+    dtype: torch.dtype
+    device: torch.device
+    backend: Backend = "auto"
+    quantization: Quantization | None = None
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.backend not in get_args(Backend):
+            names = ", ".join(get_args(Backend))
+            raise ConfigError(f"using backend {self.backend!r}", f"there are {names}", "choose one of these")
+        if self.quantization not in (None, *get_args(Quantization)):
+            fact = 'there is "int8", which holds weights as int8 and rounds their inputs to int8 too'
+            raise ConfigError(f"using quantization {self.quantization!r}", fact, "use that, or None")
+        if self.quantization and self.device.type != "cpu":
+            raise ConfigError(f"using int8 on {self.device}", "int8 runs on a CPU only", 'use device="cpu", or no int8')
+
+
+def ops_for(target: Target, shape: ModelShape) -> Ops:
+    """Raises ConfigError where "native" is asked for and cannot be had."""
+    obstacle = native.why_not(target.dtype, target.device, shape)
+    if target.backend == "native" and obstacle:
+        raise ConfigError('using backend "native"', obstacle, 'use "auto" or "torch"')
+    prefers_native = target.backend == "native" or (
+        target.backend == "auto" and (target.deterministic or native.is_faster(target.dtype))
+    )
+    kind = native.NativeOps if prefers_native and not obstacle else TorchOps
+    return kind(target.quantization)

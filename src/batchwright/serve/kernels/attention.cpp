@@ -1,0 +1,336 @@
+// Attention over pages, read where they are: no gathering, no padding to the longest row of the batch.
+//
+// A page holds, for each key-value head, `size` keys and then as many values, in the order in which a vector takes them: keys as [head_dim / width][size][width], values as [size / width][head_dim][width], with width 2
+// for bfloat16 and 1 for float32. Thus 16 keys meet a query, and a pair of keys' weights 16 of their values, without
+// a shuffle. Keys and values are stored in that order when they are made.
+//
+// A query sees its keys in spans of 64, counted from the first; largest score, sum of weights and output are carried
+// from span to span in float32. Spans lie where they lie whoever else is in the step, and however a prompt was cut
+// up, so that a query's output depends on its own context alone.
+
+#include "simd.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace batchwright {
+namespace {
+
+constexpr int kSpan = 64;                   // keys taken at once, in parts of 16
+constexpr int kParts = kSpan / kLanes;
+constexpr int kGroup = 4;                   // queries that meet them at once
+constexpr int kTile = 16;                   // positions of a prompt in one task
+constexpr int kFields = 4;                  // of a row: first position of the step, positions, start, first of its pages
+constexpr float kLeast = -std::numeric_limits<float>::infinity();
+
+struct Shape {
+  int heads, kv_heads, dim, size;           // `size`: positions in a page
+  int64_t head() const { return int64_t(2) * size * dim; }
+  int64_t page() const { return kv_heads * head(); }
+  int64_t row() const { return int64_t(heads + 2 * kv_heads) * dim; }
+};
+
+struct Tile {
+  const int32_t *pages;
+  int64_t first;                            // position of the step
+  int start, count;                         // positions of the row
+};
+
+std::vector<Tile> tiles_of(const int32_t *rows, int64_t num_rows, const int32_t *tables) {
+  std::vector<Tile> tiles;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const int32_t *fields = rows + row * kFields;
+    for (int from = 0; from < fields[1]; from += kTile)
+      tiles.push_back({tables + fields[3], fields[0] + from, fields[2] + from, std::min(kTile, fields[1] - from)});
+  }
+  return tiles;
+}
+
+// Turns neighbouring values of a head as one complex number each. `turns`: cosine and sine of each pair.
+template <class T>
+inline void rotated(T *head, const float *turns, int dim) {
+  for (int i = 0; i < dim; i += 2) {
+    const float a = widened(head[i]), b = widened(head[i + 1]), cosine = turns[i], sine = turns[i + 1];
+    put(head + i, a * cosine - b * sine);
+    put(head + i + 1, a * sine + b * cosine);
+  }
+}
+
+template <class T>
+void store(const Shape &shape, const Tile &tile, const float *turns, T *qkv, T *pages) {
+  constexpr int width = Lane<T>::width;
+  for (int i = 0; i < tile.count; ++i) {
+    T *row = qkv + (tile.first + i) * shape.row();
+    const int position = tile.start + i, offset = position % shape.size;
+    for (int head = 0; head < shape.heads + shape.kv_heads; ++head)
+      rotated(row + head * shape.dim, turns + (tile.first + i) * shape.dim, shape.dim);
+    T *page = pages + tile.pages[position / shape.size] * shape.page();
+    for (int head = 0; head < shape.kv_heads; ++head) {
+      const T *key = row + (shape.heads + head) * shape.dim, *value = key + shape.kv_heads * shape.dim;
+      T *keys = page + head * shape.head(), *values = keys + shape.size * shape.dim;
+      for (int d = 0; d < shape.dim; ++d) keys[(d / width * shape.size + offset) * width + d % width] = key[d];
+      for (int d = 0; d < shape.dim; ++d) values[(offset / width * shape.dim + d) * width + offset % width] = value[d];
+    }
+  }
+}
+
+// Where 16 keys and values lie: a vector of keys every `key_step` values, one of values every `value_step`.
+template <class T>
+struct Sixteen {
+  const T *keys, *values;
+  int key_step, value_step;
+};
+
+template <class T>
+Sixteen<T> in_place(const Shape &shape, const T *pages, const Tile &tile, int head, int first) {
+  constexpr int width = Lane<T>::width;
+  const T *keys = pages + tile.pages[first / shape.size] * shape.page() + head * shape.head();
+  const int offset = first % shape.size;
+  const T *values = keys + (shape.size + offset) * shape.dim;
+  return {keys + offset * width, values, shape.size * width, shape.dim * width};
+}
+
+// Pages that do not hold a multiple of 16: copied to `room`, of 32 * dim values.
+template <class T>
+Sixteen<T> copied(const Shape &shape, const T *pages, const Tile &tile, int head, int first, int end, T *room) {
+  constexpr int width = Lane<T>::width;
+  T *keys = room, *values = room + kLanes * shape.dim;
+  std::fill(room, room + 2 * kLanes * shape.dim, T{});
+  for (int i = 0; i < kLanes && first + i < end; ++i) {
+    const int offset = (first + i) % shape.size;
+    const T *from = pages + tile.pages[(first + i) / shape.size] * shape.page() + head * shape.head();
+    const T *its_values = from + shape.size * shape.dim;
+    for (int d = 0; d < shape.dim; ++d) {
+      keys[(d / width * kLanes + i) * width + d % width] = from[(d / width * shape.size + offset) * width + d % width];
+      values[(i / width * shape.dim + d) * width + i % width] =
+          its_values[(offset / width * shape.dim + d) * width + offset % width];
+    }
+  }
+  return {keys, values, kLanes * width, shape.dim * width};
+}
+
+// A task's queries: what they have seen so far, and room for what they share.
+template <class T>
+struct Task {
+  const Shape &shape;
+  float scale;
+  std::vector<float> outputs, most, sums;   // of each query
+  std::vector<T> room;
+  std::vector<const T *> queries;
+  std::vector<int> limits;                  // how many keys each may see
+
+  Task(const Shape &s) : shape(s), scale(1 / std::sqrt(float(s.dim))), room(2 * kSpan * s.dim) {}
+};
+
+template <class T, int Q>
+inline void score(const T *const *queries, int dim, const Sixteen<T> *parts, const Sixteen<T> *next,
+                  Floats (&scores)[Q][kParts]) {
+  typedef Lane<T> L;
+  const T *keys[kParts], *ahead[kParts], *query[Q];
+  for (int part = 0; part < kParts; ++part) keys[part] = parts[part].keys, ahead[part] = next[part].keys;
+  for (int q = 0; q < Q; ++q) query[q] = queries[q];
+  for (int d = 0; d < dim; d += L::width) {
+    typename L::Vector vectors[kParts];
+    for (int part = 0; part < kParts; ++part) {
+      vectors[part] = load<typename L::Vector>(keys[part]);
+      __builtin_prefetch(ahead[part], 0, 3);
+      keys[part] += parts->key_step, ahead[part] += parts->key_step;
+    }
+    for (int q = 0; q < Q; ++q) {
+      const auto all = L::splat(query[q] + d);
+      for (int part = 0; part < kParts; ++part) scores[q][part] = L::add(scores[q][part], vectors[part], all);
+    }
+  }
+}
+
+// Scores become weights, in place and as T; `fades`: what the sums and outputs so far are multiplied by.
+template <class T, int Q>
+inline void weigh(Task<T> &task, int first_query, int first_key, Floats (&scores)[Q][kParts], T (&weights)[Q][kSpan],
+                  float (&fades)[Q]) {
+  Floats change = {};
+  for (int q = 0; q < Q; ++q) {
+    const int index = first_query + q;
+    Floats most = splat(kLeast);
+    for (int part = 0; part < kParts; ++part) {
+      const Ints seen = lane_numbers() + splat(first_key + part * kLanes) < splat(task.limits[index]);
+      scores[q][part] = seen ? scores[q][part] * splat(task.scale) : splat(kLeast);
+      most = larger(scores[q][part], most);
+    }
+    const float before = task.most[index];
+    task.most[index] = std::max(before, largest(most));
+    change[q] = before == task.most[index] ? 0.0f : before - task.most[index];
+  }
+  const Floats all_fades = exponential(change);
+  for (int q = 0; q < Q; ++q) {
+    const int index = first_query + q;
+    Floats sum = {};
+    for (int part = 0; part < kParts; ++part) {
+      const Floats weight = exponential(scores[q][part] - splat(task.most[index]));
+      sum += weight;
+      write(weights[q] + part * kLanes, weight);
+    }
+    fades[q] = all_fades[q];
+    task.sums[index] = task.sums[index] * fades[q] + total(sum);
+  }
+}
+
+// V vectors of the outputs, from dimension `d` on.
+template <class T, int Q, int V>
+inline void add_values(Task<T> &task, int first_query, int d, const T (&weights)[Q][kSpan], const float (&fades)[Q],
+                       const Sixteen<T> *parts, int num_parts, const Sixteen<T> *next) {
+  typedef Lane<T> L;
+  float *outputs = &task.outputs[first_query * task.shape.dim + d];
+  Floats sums[Q][V];
+  for (int q = 0; q < Q; ++q)
+    for (int v = 0; v < V; ++v) sums[q][v] = read(outputs + q * task.shape.dim + v * kLanes) * splat(fades[q]);
+  for (int part = 0; part < num_parts; ++part) {
+    const T *values = parts[part].values + d * L::width, *ahead = next[part].values + d * L::width;
+    for (int key = 0; key < kLanes; key += L::width) {
+      typename L::Vector vectors[V];
+      for (int v = 0; v < V; ++v) {
+        vectors[v] = load<typename L::Vector>(values + v * kLanes * L::width);
+        __builtin_prefetch(ahead + v * kLanes * L::width, 0, 3);
+      }
+      values += parts->value_step, ahead += parts->value_step;
+      for (int q = 0; q < Q; ++q) {
+        const auto weight = L::splat(weights[q] + part * kLanes + key);
+        for (int v = 0; v < V; ++v) sums[q][v] = L::add(sums[q][v], vectors[v], weight);
+      }
+    }
+  }
+  for (int q = 0; q < Q; ++q)
+    for (int v = 0; v < V; ++v) write(outputs + q * task.shape.dim + v * kLanes, sums[q][v]);
+}
+
+// Q queries of a task meet a span of keys; `next` is fetched from memory meanwhile.
+template <class T, int Q>
+void see(Task<T> &task, int first_query, int first_key, const Sixteen<T> *parts, int num_parts,
+         const Sixteen<T> *next) {
+  Floats scores[Q][kParts] = {};
+  T weights[Q][kSpan];
+  float fades[Q];
+  score<T, Q>(&task.queries[first_query], task.shape.dim, parts, next, scores);
+  weigh<T, Q>(task, first_query, first_key, scores, weights, fades);
+  int d = 0;
+  for (; d + 4 * kLanes <= task.shape.dim; d += 4 * kLanes)
+    add_values<T, Q, 4>(task, first_query, d, weights, fades, parts, num_parts, next);
+  for (; d < task.shape.dim; d += kLanes)
+    add_values<T, Q, 1>(task, first_query, d, weights, fades, parts, num_parts, next);
+}
+
+template <class T>
+void see_in_groups(Task<T> &task, int first_key, const Sixteen<T> *parts, int num_parts, const Sixteen<T> *next) {
+  const int count = int(task.queries.size());
+  for (int q = 0; q < count; q += kGroup) {
+    switch (std::min(kGroup, count - q)) {
+      case 1: see<T, 1>(task, q, first_key, parts, num_parts, next); break;
+      case 2: see<T, 2>(task, q, first_key, parts, num_parts, next); break;
+      case 3: see<T, 3>(task, q, first_key, parts, num_parts, next); break;
+      case 4: see<T, 4>(task, q, first_key, parts, num_parts, next); break;
+    }
+  }
+}
+
+// The span of a row's keys that begins with `first`; how many parts of it there are. The others are never seen.
+template <class T>
+int span(Task<T> &task, const Tile &tile, int head, int first, const T *pages, Sixteen<T> *parts) {
+  const int end = tile.start + tile.count, count = (std::min(kSpan, end - first) + kLanes - 1) / kLanes;
+  for (int part = 0; part < kParts; ++part) {
+    const int key = first + part * kLanes;
+    if (part >= count)
+      parts[part] = parts[0];
+    else if (task.shape.size % kLanes == 0)
+      parts[part] = in_place(task.shape, pages, tile, head, key);
+    else
+      parts[part] = copied(task.shape, pages, tile, head, key, end, &task.room[part * 2 * kLanes * task.shape.dim]);
+  }
+  return count;
+}
+
+template <class T>
+void begin(Task<T> &task, const Tile &tile, int head, const T *qkv) {
+  const Shape &shape = task.shape;
+  const int sharing = shape.heads / shape.kv_heads;
+  task.queries.clear();
+  task.limits.clear();
+  for (int i = 0; i < tile.count; ++i)
+    for (int g = 0; g < sharing; ++g) {
+      task.queries.push_back(qkv + (tile.first + i) * shape.row() + (head * sharing + g) * shape.dim);
+      task.limits.push_back(tile.start + i + 1);
+    }
+  task.outputs.assign(task.queries.size() * shape.dim, 0);
+  task.most.assign(task.queries.size(), kLeast);
+  task.sums.assign(task.queries.size(), 0);
+}
+
+template <class T>
+void end(const Task<T> &task, const Tile &tile, int head, T *out) {
+  const Shape &shape = task.shape;
+  const int sharing = shape.heads / shape.kv_heads;
+  for (size_t q = 0; q < task.queries.size(); ++q) {
+    T *to = out + (tile.first + q / sharing) * shape.heads * shape.dim + (head * sharing + q % sharing) * shape.dim;
+    const Floats share = splat(1.0f / task.sums[q]);
+    for (int d = 0; d < shape.dim; d += kLanes) write(to + d, read(&task.outputs[q * shape.dim + d]) * share);
+  }
+}
+
+// One head of a tile. Meanwhile the first span of `following`, which most likely comes next, is fetched.
+template <class T>
+void attend(Task<T> &task, const Tile &tile, int head, const Tile &following, int following_head, const T *qkv,
+            const T *pages, T *out) {
+  const bool may_fetch = task.shape.size % kLanes == 0;
+  Sixteen<T> parts[kParts], next[kParts];
+  int count = span(task, tile, head, 0, pages, parts);
+  begin(task, tile, head, qkv);
+  for (int first = 0; first < tile.start + tile.count; first += kSpan) {
+    const bool is_last = first + kSpan >= tile.start + tile.count;
+    const Tile &then = is_last ? following : tile;
+    std::copy(parts, parts + kParts, next);
+    int next_count = count;
+    if (may_fetch) next_count = span(task, then, is_last ? following_head : head, is_last ? 0 : first + kSpan, pages, next);
+    see_in_groups(task, first, parts, count, next);
+    if (is_last) break;
+    if (!may_fetch) next_count = span(task, tile, head, first + kSpan, pages, next);
+    std::copy(next, next + kParts, parts);
+    count = next_count;
+  }
+  end(task, tile, head, out);
+}
+
+// Stores the keys and values of all positions of a step in a layer's pages, then lets all its queries attend.
+template <class T>
+void step(T *qkv, const float *turns, T *pages, T *out, const int32_t *rows, int64_t num_rows, const int32_t *tables,
+          int heads, int kv_heads, int dim, int size, int threads) {
+  const Shape shape{heads, kv_heads, dim, size};
+  const std::vector<Tile> tiles = tiles_of(rows, num_rows, tables);
+  const int64_t num_tiles = int64_t(tiles.size());
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < num_tiles; ++i) store(shape, tiles[i], turns, qkv, pages);
+    Task<T> task(shape);
+#pragma omp for schedule(dynamic, 4)
+    for (int64_t i = 0; i < num_tiles * kv_heads; ++i) {
+      const int64_t next = i + 1 < num_tiles * kv_heads ? i + 1 : i;
+      attend(task, tiles[i / kv_heads], int(i % kv_heads), tiles[next / kv_heads], int(next % kv_heads), qkv, pages, out);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace batchwright
+
+using namespace batchwright;
+
+extern "C" {
+
+void attend_float32(float *qkv, const float *turns, float *pages, float *out, const int32_t *rows, int64_t num_rows,
+                    const int32_t *tables, int heads, int kv_heads, int dim, int size, int threads) {
+  step(qkv, turns, pages, out, rows, num_rows, tables, heads, kv_heads, dim, size, threads);
+}
+void attend_bfloat16(bf16 *qkv, const float *turns, bf16 *pages, bf16 *out, const int32_t *rows, int64_t num_rows,
+                     const int32_t *tables, int heads, int kv_heads, int dim, int size, int threads) {
+  step(qkv, turns, pages, out, rows, num_rows, tables, heads, kv_heads, dim, size, threads);
+}
+
+}  // extern "C"

@@ -1,0 +1,132 @@
+"""The kernels as functions over tensors: shapes and strides are read off, threads are torch's, results are new tensors.
+
+Tensors are on the CPU and contiguous, but for x_MK, whose rows may be apart; the callers in `native` see to that.
+"""
+
+from collections.abc import Mapping, Sequence
+from ctypes import CDLL, c_float, c_int, c_int64, c_void_p
+from enum import IntEnum
+from functools import cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from batchwright.serve.kernels.build import built
+
+PANEL = 32
+"""Outputs that are packed together."""
+
+WIDTH: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 1, torch.bfloat16: 2, torch.int8: 4})
+"""Inputs that one lane of a vector takes at once; their number must be a multiple of it."""
+
+_POINTER, _LONG, _INT = c_void_p, c_int64, c_int
+_MATRIX = (_POINTER, _LONG, _LONG, _LONG)
+_OUT = (_POINTER, _LONG, _LONG, _INT)
+_SIGNATURES: Mapping[str, Sequence[Any]] = MappingProxyType(
+    {
+        "pack": (_POINTER, _LONG, _LONG, _POINTER),
+        "norm": (_POINTER, _POINTER, _POINTER, _LONG, _LONG, c_float, _INT),
+        "matmul": (*_MATRIX, _POINTER, _POINTER, *_OUT, _INT),
+        "matmul_int8": (*_MATRIX, _POINTER, _POINTER, _POINTER, _POINTER, *_OUT, _POINTER, _POINTER, _INT),
+        "attend": (*(_POINTER,) * 5, _LONG, _POINTER, *(_INT,) * 5),
+    }
+)
+
+
+class Mode(IntEnum):
+    """What becomes of a product, as in matmul.cpp."""
+
+    STORE = 0
+    ADD = 1
+    STORE_FLOAT = 2
+    GATED = 3
+
+
+class Packed(NamedTuple):
+    """A weight as the kernels take it. `scales` and `shifts`: one per output, for int8 only."""
+
+    data: Tensor
+    num_inputs: int
+    num_outputs: int
+    bias: Tensor | None
+    scales: Tensor | None = None
+    shifts: Tensor | None = None
+
+
+class Step(NamedTuple):
+    """What a step's layers share: see attention.cpp. `rows_B4` and `tables` are int32, `turns_TD` float32."""
+
+    turns_TD: Tensor
+    rows_B4: Tensor
+    tables: Tensor
+
+
+def pack(weight_NK: Tensor, bias_N: Tensor | None, scales_N: Tensor | None = None) -> Packed:
+    """`scales_N`: what a step of an int8 weight stands for."""
+    num_outputs, num_inputs = weight_NK.shape
+    weight_NK = weight_NK.contiguous()
+    data = torch.empty(-(-num_outputs // PANEL) * PANEL, num_inputs, dtype=weight_NK.dtype)
+    _call("pack", weight_NK.dtype)(weight_NK.data_ptr(), num_outputs, num_inputs, data.data_ptr())
+    if scales_N is None:
+        return Packed(data, num_inputs, num_outputs, bias_N)
+    shifts = 128 * weight_NK.sum(1, dtype=torch.int32)
+    return Packed(data, num_inputs, num_outputs, bias_N, _filled(scales_N.float()), _filled(shifts))
+
+
+def matmul(x_MK: Tensor, weight: Packed, mode: Mode, y_MN: Tensor | None = None) -> Tensor:
+    """x_MK @ weight.T, or under GATED silu(gate) * up of half as many outputs; into `y_MN` if it is given."""
+    num_rows = len(x_MK)
+    if y_MN is None:
+        dtype = torch.float32 if mode is Mode.STORE_FLOAT else x_MK.dtype
+        y_MN = torch.empty(num_rows, weight.num_outputs, dtype=dtype)
+    threads = torch.get_num_threads()
+    left = x_MK.data_ptr(), x_MK.stride(0), num_rows, weight.num_inputs, weight.data.data_ptr()
+    bias = None if weight.bias is None else weight.bias.data_ptr()
+    right = y_MN.data_ptr(), y_MN.stride(0), weight.num_outputs, mode
+    if weight.scales is None or weight.shifts is None:
+        _call("matmul", x_MK.dtype)(*left, bias, *right, threads)
+        return y_MN
+    workspace = torch.empty(num_rows, weight.num_inputs, dtype=torch.uint8)
+    row_scales = torch.empty(num_rows)
+    _call("matmul_int8", x_MK.dtype)(
+        *left, weight.scales.data_ptr(), weight.shifts.data_ptr(), bias,
+        *right, workspace.data_ptr(), row_scales.data_ptr(), threads,
+    )  # fmt: skip
+    return y_MN
+
+
+def norm(x_TE: Tensor, weight_E: Tensor, epsilon: float) -> Tensor:
+    """The root-mean-square norm of each row."""
+    y_TE = torch.empty_like(x_TE)
+    _call("norm", x_TE.dtype)(
+        x_TE.data_ptr(), weight_E.data_ptr(), y_TE.data_ptr(), *x_TE.shape, epsilon, torch.get_num_threads()
+    )
+    return y_TE
+
+
+def attend(qkv_TF: Tensor, step: Step, pages_PMSD: Tensor, num_heads: int) -> Tensor:
+    """Rotates the queries and keys of `qkv_TF` in place, stores keys and values in the pages; o_TE of all queries."""
+    _, double_heads, page_size, head_dim = pages_PMSD.shape
+    o_TE = torch.empty(len(qkv_TF), num_heads * head_dim, dtype=qkv_TF.dtype)
+    _call("attend", qkv_TF.dtype)(
+        qkv_TF.data_ptr(), step.turns_TD.data_ptr(), pages_PMSD.data_ptr(), o_TE.data_ptr(),
+        step.rows_B4.data_ptr(), len(step.rows_B4), step.tables.data_ptr(),
+        num_heads, double_heads // 2, head_dim, page_size, torch.get_num_threads(),
+    )  # fmt: skip
+    return o_TE
+
+
+def _filled(values_N: Tensor) -> Tensor:
+    """To whole panels, with zeros."""
+    return torch.nn.functional.pad(values_N, (0, -len(values_N) % PANEL))
+
+
+@cache
+def _call(name: str, dtype: torch.dtype) -> Any:
+    library = built().library
+    assert isinstance(library, CDLL), "the caller has asked `built`"
+    function = getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}")
+    function.argtypes, function.restype = _SIGNATURES[name], None
+    return function

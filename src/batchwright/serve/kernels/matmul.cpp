@@ -1,0 +1,239 @@
+// y = x @ w.T for a few to a few hundred rows of x, with w packed once.
+//
+// w lies in panels of 32 outputs, each read from front to back while up to 12 rows of x meet it in registers; while a
+// panel is used, the next is fetched from memory. That last point is where the time is: with few rows the weights'
+// way from memory costs as much as the products, and a matrix library that takes one after the other waits twice.
+// A row's sums are taken in the order of its inputs, whatever rows are beside it.
+
+#include "simd.h"
+
+namespace batchwright {
+namespace {
+
+constexpr int kVectors = 2;                  // of outputs in a panel
+constexpr int kPanel = kVectors * kLanes;    // outputs in a panel
+constexpr int kRows = 12;                    // rows that meet a panel at once: 24 sums, 2 weights, 1 input
+constexpr int kChunk = 96;                   // rows that stay in a core's cache while the panels pass
+
+// What becomes of the sums. `gated`: a panel holds 16 gates and their 16 ups, and silu(gate) * up is stored.
+enum Mode { kStore = 0, kAdd = 1, kStoreFloat = 2, kGated = 3 };
+
+// Inputs whose products are added up before they join the sum of the ones before: one chain over all of a long row
+// of float32 would be twice as far off as the reference.
+template <class T>
+constexpr int64_t kChain = std::numeric_limits<int64_t>::max();
+template <>
+constexpr int64_t kChain<float> = 192;
+
+template <class T, int M, class X>
+inline void products(const X *x, int64_t stride, int64_t from, int64_t to, const T *w, const char *next,
+                     int64_t ahead, typename Lane<T>::Sums (&sums)[M][kVectors]) {
+  typedef Lane<T> L;
+  for (int64_t k = from; k < to; k += L::width) {
+    typename L::Vector weights[kVectors];
+    for (int n = 0; n < kVectors; ++n) weights[n] = load<typename L::Vector>(w + k * kPanel + n * kLanes * L::width);
+    const char *line = next + k / L::width * ahead;
+    __builtin_prefetch(line, 0, 2);
+    if (ahead > 64) __builtin_prefetch(line + 64, 0, 2);
+    for (int m = 0; m < M; ++m) {
+      const auto inputs = L::splat(x + m * stride + k);
+      for (int n = 0; n < kVectors; ++n) sums[m][n] = L::add(sums[m][n], weights[n], inputs);
+    }
+  }
+}
+
+template <class Sums>
+inline Floats as_floats(Sums sums) {
+  return __builtin_convertvector(sums, Floats);
+}
+
+template <class T, int M, class X>
+void block(const X *x, int64_t stride, int64_t inputs, const T *w, const char *next, int64_t ahead,
+           Floats (*out)[kVectors]) {
+  for (int64_t from = 0; from < inputs;) {
+    const int64_t to = inputs - from > kChain<T> ? from + kChain<T> : inputs;
+    typename Lane<T>::Sums sums[M][kVectors] = {};
+    products<T, M>(x, stride, from, to, w, next, ahead, sums);
+    for (int m = 0; m < M; ++m)
+      for (int n = 0; n < kVectors; ++n) out[m][n] = from ? out[m][n] + as_floats(sums[m][n]) : as_floats(sums[m][n]);
+    from = to;
+  }
+}
+
+template <class T, class X>
+void blocks(int rows, const X *x, int64_t stride, int64_t inputs, const T *w, const char *next, int64_t ahead,
+            Floats (*out)[kVectors]) {
+  switch (rows) {
+#define BATCHWRIGHT_CASE(M) case M: return block<T, M>(x, stride, inputs, w, next, ahead, out)
+    BATCHWRIGHT_CASE(1); BATCHWRIGHT_CASE(2); BATCHWRIGHT_CASE(3); BATCHWRIGHT_CASE(4);
+    BATCHWRIGHT_CASE(5); BATCHWRIGHT_CASE(6); BATCHWRIGHT_CASE(7); BATCHWRIGHT_CASE(8);
+    BATCHWRIGHT_CASE(9); BATCHWRIGHT_CASE(10); BATCHWRIGHT_CASE(11); BATCHWRIGHT_CASE(12);
+#undef BATCHWRIGHT_CASE
+  }
+}
+
+// Of an int8 product: how the integers become what they stand for.
+struct Scales {
+  const float *rows, *outputs;     // value = (sum - shift) * rows[m] * outputs[n]
+  const int32_t *shifts;           // 128 * the sum of an output's weights: inputs are stored 128 higher than they are
+};
+
+template <class Y>
+struct Out {
+  Y *y;
+  int64_t stride, width;           // of y
+  const Y *bias;                   // one per output of w, or none
+  Mode mode;
+  const Scales *scales;
+};
+
+template <class Y>
+Floats adjusted(const Out<Y> &out, Floats value, int64_t row, int64_t first, int count) {
+  if (out.scales) {
+    const Floats shifts = as_floats(load<Ints>(out.scales->shifts + first));
+    value = (value - shifts) * (splat(out.scales->rows[row]) * load<Floats>(out.scales->outputs + first));
+  }
+  if (out.bias && count > 0) value += read_some(out.bias + first, count);
+  return value;
+}
+
+template <class Y>
+void finish(const Out<Y> &out, const Floats *values, int64_t row, int64_t panel) {
+  if (out.mode == kGated) {
+    const int64_t first = panel * kLanes;
+    const int count = out.width - first < kLanes ? int(out.width - first) : kLanes;
+    const Floats gate = adjusted(out, values[0], row, panel * kPanel, kLanes);
+    const Floats up = adjusted(out, values[1], row, panel * kPanel + kLanes, kLanes);
+    const Floats silu = gate / (splat(1.0f) + exponential(-gate));
+    write_some(out.y + row * out.stride + first, silu * up, count);
+    return;
+  }
+  for (int n = 0; n < kVectors; ++n) {
+    const int64_t first = panel * kPanel + n * kLanes;
+    const int count = out.width - first < kLanes ? int(out.width - first) : kLanes;
+    if (count <= 0) return;
+    Floats value = adjusted(out, values[n], row, first, count);
+    const int64_t place = row * out.stride + first;
+    if (out.mode == kStoreFloat) {
+      write_some(reinterpret_cast<float *>(out.y) + place, value, count);
+      continue;
+    }
+    if (out.mode == kAdd) value += read_some(out.y + place, count);
+    write_some(out.y + place, value, count);
+  }
+}
+
+template <class T, class X, class Y>
+void matmul(const X *x, int64_t stride, int64_t rows, int64_t inputs, const T *w, const Out<Y> &out, int64_t panels,
+            int threads) {
+  const int64_t chunks = (rows + kChunk - 1) / kChunk;
+  int64_t share = panels / (threads * 4);
+  if (share < 1) share = 1;
+  const int64_t shares = (panels + share - 1) / share;
+#pragma omp for collapse(2) schedule(dynamic, 1)
+  for (int64_t chunk = 0; chunk < chunks; ++chunk)
+    for (int64_t s = 0; s < shares; ++s) {
+      const int64_t first = rows * chunk / chunks, count = rows * (chunk + 1) / chunks - first;
+      const int64_t parts = (count + kRows - 1) / kRows;
+      const int64_t end = (s + 1) * share < panels ? (s + 1) * share : panels;
+      for (int64_t panel = s * share; panel < end; ++panel) {
+        const T *here = w + panel * kPanel * inputs;
+        const char *next = reinterpret_cast<const char *>(here + kPanel * inputs);
+        const int64_t ahead = kVectors * 64 / parts, fetched = inputs / Lane<T>::width * ahead;
+        for (int64_t part = 0; part < parts; ++part) {
+          const int64_t from = first + count * part / parts, to = first + count * (part + 1) / parts;
+          Floats values[kRows][kVectors];
+          blocks<T>(int(to - from), x + from * stride, stride, inputs, here, next + part * fetched, ahead, values);
+          for (int64_t row = from; row < to; ++row) finish(out, values[row - from], row, panel);
+        }
+      }
+    }
+}
+
+template <class T>
+void pack(const T *w, int64_t outputs, int64_t inputs, T *to) {
+  constexpr int width = Lane<T>::width;
+#pragma omp parallel for
+  for (int64_t panel = 0; panel < (outputs + kPanel - 1) / kPanel; ++panel)
+    for (int64_t k = 0; k < inputs; ++k)
+      for (int64_t n = 0; n < kPanel; ++n) {
+        const int64_t output = panel * kPanel + n;
+        to[(panel * inputs + k / width * width) * kPanel + n * width + k % width] =
+            output < outputs ? w[output * inputs + k] : T{};
+      }
+}
+
+// Each row as 128 + a whole number of `scale`s, the largest at 127 from 128.
+template <class X>
+void quantize(const X *x, int64_t stride, int64_t rows, int64_t inputs, uint8_t *to, float *scales) {
+#pragma omp for schedule(static)
+  for (int64_t row = 0; row < rows; ++row) {
+    const X *from = x + row * stride;
+    float most = 0;
+    bool whole = true;
+    for (int64_t k = 0; k < inputs; ++k) {
+      const float size = std::fabs(widened(from[k]));
+      most = size > most ? size : most;
+      whole = whole && size <= std::numeric_limits<float>::max();
+    }
+    scales[row] = whole ? most / 127 : std::numeric_limits<float>::quiet_NaN();
+    const float steps = whole && most > 0 ? 127 / most : 0;
+    for (int64_t k = 0; k < inputs; ++k)
+      to[row * inputs + k] = uint8_t(whole ? int(std::nearbyint(widened(from[k]) * steps)) + 128 : 128);
+  }
+}
+
+template <class T>
+void plain(const T *x, int64_t stride, int64_t rows, int64_t inputs, const T *w, const T *bias, T *y, int64_t y_stride,
+           int64_t width, int mode, int threads) {
+  const Out<T> out{y, y_stride, width, bias, Mode(mode), nullptr};
+  const int64_t outputs = mode == kGated ? (width + kLanes - 1) / kLanes * kPanel : width;
+#pragma omp parallel num_threads(threads)
+  matmul<T>(x, stride, rows, inputs, w, out, (outputs + kPanel - 1) / kPanel, threads);
+}
+
+template <class X>
+void quantized(const X *x, int64_t stride, int64_t rows, int64_t inputs, const int8_t *w, const float *scales,
+               const int32_t *shifts, const X *bias, X *y, int64_t y_stride, int64_t width, int mode,
+               uint8_t *workspace, float *row_scales, int threads) {
+  const Scales all{row_scales, scales, shifts};
+  const Out<X> out{y, y_stride, width, bias, Mode(mode), &all};
+  const int64_t outputs = mode == kGated ? (width + kLanes - 1) / kLanes * kPanel : width;
+#pragma omp parallel num_threads(threads)
+  {
+    quantize(x, stride, rows, inputs, workspace, row_scales);
+    matmul<int8_t>(workspace, inputs, rows, inputs, w, out, (outputs + kPanel - 1) / kPanel, threads);
+  }
+}
+
+}  // namespace
+}  // namespace batchwright
+
+using namespace batchwright;
+
+extern "C" {
+
+void pack_float32(const float *w, int64_t outputs, int64_t inputs, float *to) { pack(w, outputs, inputs, to); }
+void pack_bfloat16(const bf16 *w, int64_t outputs, int64_t inputs, bf16 *to) { pack(w, outputs, inputs, to); }
+void pack_int8(const int8_t *w, int64_t outputs, int64_t inputs, int8_t *to) { pack(w, outputs, inputs, to); }
+
+void matmul_float32(const float *x, int64_t stride, int64_t rows, int64_t inputs, const float *w, const float *bias,
+                    float *y, int64_t y_stride, int64_t width, int mode, int threads) {
+  plain(x, stride, rows, inputs, w, bias, y, y_stride, width, mode, threads);
+}
+void matmul_bfloat16(const bf16 *x, int64_t stride, int64_t rows, int64_t inputs, const bf16 *w, const bf16 *bias,
+                     bf16 *y, int64_t y_stride, int64_t width, int mode, int threads) {
+  plain(x, stride, rows, inputs, w, bias, y, y_stride, width, mode, threads);
+}
+void matmul_int8_float32(const float *x, int64_t stride, int64_t rows, int64_t inputs, const int8_t *w,
+                         const float *scales, const int32_t *shifts, const float *bias, float *y, int64_t y_stride,
+                         int64_t width, int mode, uint8_t *workspace, float *row_scales, int threads) {
+  quantized(x, stride, rows, inputs, w, scales, shifts, bias, y, y_stride, width, mode, workspace, row_scales, threads);
+}
+void matmul_int8_bfloat16(const bf16 *x, int64_t stride, int64_t rows, int64_t inputs, const int8_t *w,
+                          const float *scales, const int32_t *shifts, const bf16 *bias, bf16 *y, int64_t y_stride,
+                          int64_t width, int mode, uint8_t *workspace, float *row_scales, int threads) {
+  quantized(x, stride, rows, inputs, w, scales, shifts, bias, y, y_stride, width, mode, workspace, row_scales, threads);
+}
+
+}  // extern "C"

@@ -1,0 +1,142 @@
+"""Our own kernels as a decoder's operators: for CPUs on which they were measured to be faster than torch's.
+
+What a row gets from them depends on that row alone, bit for bit: that is what batch-invariant decoding stands on. The
+kernels are C++ (folder `kernels`), compiled on first use; without a compiler `ops.TorchOps` take their place.
+
+A layer is seven calls: norm, queries-keys-values, attention (which rotates and stores too), output added to the
+residual, norm, gated, down added to the residual.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from batchwright.facts.shape import ModelShape
+from batchwright.serve.attention import RowSpan
+from batchwright.serve.kernels import calls
+from batchwright.serve.kernels.build import built, cpu_features
+from batchwright.serve.kernels.calls import WIDTH, Mode, Packed, Step
+from batchwright.serve.kv import PagedKV
+from batchwright.serve.linear import quantized
+from batchwright.serve.ops import Gated, Layout, Linear
+from batchwright.serve.rope import rotations
+
+_LANES = 16
+_NEEDED = {torch.bfloat16: "avx512_bf16", torch.float32: "avx512f"}
+_BETTER_ELSEWHERE = "amx_bf16"  # torch's own operators use its matrix units, and these do not
+
+
+def why_not(dtype: torch.dtype, device: torch.device, shape: ModelShape | None = None) -> str:
+    """Why the kernels cannot run here, or cannot run this model; empty if they can."""
+    if device.type != "cpu":
+        return f"they run on a CPU, and the device is {device}"
+    if dtype not in _NEEDED:
+        return f"they compute in bfloat16 or float32, and the dtype is {dtype}"
+    if shape is not None and shape.head_dim % _LANES:
+        return f"they take heads of a multiple of {_LANES} values, and this model's have {shape.head_dim}"
+    if shape is not None and (odd := [n for n in (shape.hidden, shape.intermediate) if n % WIDTH[torch.int8]]):
+        return f"they take layers of a multiple of {WIDTH[torch.int8]} values, and this model's have {odd[0]}"
+    return built().why_not
+
+
+def is_faster(dtype: torch.dtype) -> bool:
+    """Whether this CPU is of a kind on which they were measured to win: docs/decisions/0006."""
+    features = cpu_features()
+    return _NEEDED[dtype] in features and _BETTER_ELSEWHERE not in features
+
+
+class NativeOps:
+    """To be made only where `why_not` is empty. `quantization`: "int8" holds weights as int8."""
+
+    name = "native"
+    invariant = True
+
+    def __init__(self, quantization: str | None = None) -> None:
+        self._is_int8 = quantization == "int8"
+
+    def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
+        return NativeLinear(self._packed(weight_NK, bias_N))
+
+    def gated(self, weights_IK: Sequence[Tensor], biases_I: Sequence[Tensor] | None = None) -> Gated:
+        num_outputs = len(weights_IK[0])
+        both = self._packed(_alternating(weights_IK), _alternating(biases_I) if biases_I else None)
+        return NativeGated(both._replace(num_outputs=num_outputs))
+
+    def norm(self, x_TE: Tensor, weight_E: Tensor, epsilon: float) -> Tensor:
+        return calls.norm(x_TE, weight_E, epsilon)
+
+    def layout(self, rows: Sequence[RowSpan], kv: PagedKV, shape: ModelShape, freq_C: Tensor) -> Layout:
+        return NativeLayout(rows, kv, shape.num_heads, freq_C)
+
+    def _packed(self, weight_NK: Tensor, bias_N: Tensor | None) -> Packed:
+        if not self._is_int8:
+            return calls.pack(weight_NK, bias_N)
+        steps_NK, scales_N = quantized(weight_NK)
+        return calls.pack(steps_NK, bias_N, scales_N)
+
+
+class NativeLinear:
+    """A packed weight."""
+
+    def __init__(self, weight: Packed) -> None:
+        self._weight = weight
+
+    def __call__(self, x_MK: Tensor) -> Tensor:
+        return calls.matmul(x_MK, self._weight, Mode.STORE)
+
+    def add_to(self, y_MN: Tensor, x_MK: Tensor) -> Tensor:
+        return calls.matmul(x_MK, self._weight, Mode.ADD, y_MN)
+
+    def floats(self, x_MK: Tensor) -> Tensor:
+        return calls.matmul(x_MK, self._weight, Mode.STORE_FLOAT)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weight.data.nbytes
+
+
+class NativeGated:
+    """Gate and up, packed in turn."""
+
+    def __init__(self, weight: Packed) -> None:
+        self._weight = weight
+
+    def __call__(self, x_MK: Tensor) -> Tensor:
+        return calls.matmul(x_MK, self._weight, Mode.GATED)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weight.data.nbytes
+
+
+class NativeLayout:
+    """A step's rows as the attention kernel takes them. Positions beyond a row's pages are in the scratch page."""
+
+    def __init__(self, rows: Sequence[RowSpan], kv: PagedKV, num_heads: int, freq_C: Tensor) -> None:
+        self._kv, self._num_heads = kv, num_heads
+        positions_T = torch.tensor([p for row in rows for p in range(row.start, row.context)])
+        fields: list[tuple[int, int, int, int]] = []
+        tables: list[int] = []
+        first = 0
+        for row in rows:
+            fields.append((first, row.num_positions, row.start, len(tables)))
+            num_pages = -(-row.context // kv.page_size)
+            tables.extend(row.table[:num_pages])
+            tables.extend([kv.scratch] * (num_pages - len(row.table)))
+            first += row.num_positions
+        self._step = Step(
+            torch.view_as_real(rotations(positions_T, freq_C)).flatten(1).contiguous(),
+            torch.tensor(fields, dtype=torch.int32),
+            torch.tensor(tables, dtype=torch.int32),
+        )
+
+    def attend(self, layer: int, qkv_TF: Tensor) -> Tensor:
+        return calls.attend(qkv_TF, self._step, self._kv.pages_LPMSD[layer], self._num_heads)
+
+
+def _alternating(pair: Sequence[Tensor]) -> Tensor:
+    """16 rows of the first, 16 of the second, and so on; both filled up with zeros."""
+    filled = [torch.cat([part, part.new_zeros(-len(part) % _LANES, *part.shape[1:])]) for part in pair]
+    blocks = [part.unflatten(0, (-1, _LANES)) for part in filled]
+    return torch.stack(blocks, 1).flatten(0, 2)

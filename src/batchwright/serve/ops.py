@@ -1,0 +1,118 @@
+"""The operators that a decoder is made of: what they are (`Ops`), and torch's (`TorchOps`).
+
+`native.NativeOps` are our own kernels for a CPU, and these are their twin: they run everywhere, and the tests hold
+one against the other.
+
+Shapes: M or T rows, K inputs, N outputs, E hidden, I gated outputs, F = (H + 2K) * D queries, keys and values.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchwright.facts.shape import ModelShape
+from batchwright.serve.attention import RowSpan, StepLayout
+from batchwright.serve.kv import PagedKV
+from batchwright.serve.linear import Int8Linear, TorchLinear
+
+
+class Linear(Protocol):
+    """y_MN = x_MK @ weight_NK.T + bias_N, M at least 1."""
+
+    def __call__(self, x_MK: Tensor) -> Tensor: ...
+
+    def add_to(self, y_MN: Tensor, x_MK: Tensor) -> Tensor:
+        """`y_MN` with the product added in place."""
+        ...
+
+    def floats(self, x_MK: Tensor) -> Tensor:
+        """The product in float32."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weight, as it is held."""
+        ...
+
+
+class Gated(Protocol):
+    """silu(x_MK @ gate_IK.T) * (x_MK @ up_IK.T), as y_MI."""
+
+    def __call__(self, x_MK: Tensor) -> Tensor: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class Layout(Protocol):
+    """Where the positions of one step are, are stored and look."""
+
+    def attend(self, layer: int, qkv_TF: Tensor) -> Tensor:
+        """Rotates and stores, then o_TE'. Queries, keys and values side by side; `qkv_TF` may be changed."""
+        ...
+
+
+class Ops(Protocol):
+    """Makes operators. `name`: for reports. `invariant`: what a row gets depends, bit for bit, on itself alone."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def invariant(self) -> bool: ...
+
+    def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
+        """The weight may be freed by the caller afterwards."""
+        ...
+
+    def gated(self, weights_IK: Sequence[Tensor], biases_I: Sequence[Tensor] | None = None) -> Gated:
+        """`weights_IK`: gate, then up."""
+        ...
+
+    def norm(self, x_TE: Tensor, weight_E: Tensor, epsilon: float) -> Tensor:
+        """The root-mean-square norm of each row."""
+        ...
+
+    def layout(self, rows: Sequence[RowSpan], kv: PagedKV, shape: ModelShape, freq_C: Tensor) -> Layout:
+        """`rows` are in the order of the step's positions, decodes first (`attention.layout_order`)."""
+        ...
+
+
+class TorchOps:
+    """Runs on any device. `quantization`: "int8" holds weights as int8, on a CPU."""
+
+    name = "torch"
+    invariant = False
+
+    def __init__(self, quantization: str | None = None) -> None:
+        self._linear = Int8Linear if quantization == "int8" else TorchLinear
+
+    def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
+        return self._linear(weight_NK, bias_N)
+
+    def gated(self, weights_IK: Sequence[Tensor], biases_I: Sequence[Tensor] | None = None) -> Gated:
+        return TorchGated(self.linear(torch.cat(list(weights_IK)), torch.cat(list(biases_I)) if biases_I else None))
+
+    def norm(self, x_TE: Tensor, weight_E: Tensor, epsilon: float) -> Tensor:
+        return F.rms_norm(x_TE, weight_E.shape, weight_E, epsilon)
+
+    def layout(self, rows: Sequence[RowSpan], kv: PagedKV, shape: ModelShape, freq_C: Tensor) -> Layout:
+        return StepLayout(rows, kv, shape.num_heads, freq_C)
+
+
+class TorchGated:
+    """Gate and up as one product."""
+
+    def __init__(self, both: Linear) -> None:
+        self._both = both
+
+    def __call__(self, x_MK: Tensor) -> Tensor:
+        gate_MI, up_MI = self._both(x_MK).chunk(2, 1)
+        return F.silu(gate_MI).mul_(up_MI)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._both.num_bytes

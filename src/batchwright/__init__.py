@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from batchwright.errors import BatchwrightError, MissingDependency
 
 if TYPE_CHECKING:
-    from batchwright.serve.engine import Completion, Engine, Output
+    from batchwright.serve.engine import Engine
+    from batchwright.serve.outputs import Completion, Output
     from batchwright.serve.sampling import SamplingParams
 
 __version__ = "0.1.0"
@@ -22,9 +23,9 @@ __version__ = "0.1.0"
 __all__ = ["BatchwrightError", "Completion", "Engine", "Output", "SamplingParams", "__version__"]
 
 _HOMES = {
-    "Completion": "batchwright.serve.engine",
+    "Completion": "batchwright.serve.outputs",
     "Engine": "batchwright.serve.engine",
-    "Output": "batchwright.serve.engine",
+    "Output": "batchwright.serve.outputs",
     "SamplingParams": "batchwright.serve.sampling",
 }
 

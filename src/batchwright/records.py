@@ -5,14 +5,14 @@ which made them. Times are seconds on the run's clock, zero at the run's start; 
 figures must say alike of records is defined here too: the kinds of rows, and percentiles.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from batchwright.errors import InputError
-from batchwright.policy.types import Load, StepPlan
+from batchwright.errors import ConfigError, InputError
+from batchwright.policy.types import Chunk, Load, StepPlan
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "queue_timeout", "refused", "error"]
 RowKind = Literal["prefill", "decode", "dead", "failed"]
@@ -151,20 +151,28 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 
 class Recorder:
-    """Turns what a driver (engine or simulator) sees into records; keeps one small object per live request.
+    """Turns what a driver (engine or simulator) sees into records; holds one small object per live request.
 
-    The driver calls `arrived`, then `planned` and `committed` for every step, `token` for every output token, and
-    `ended` exactly once per request. Times are the driver's clock; they are stored relative to `origin`.
+    The driver calls `arrived`, then `planned`, `began` and `committed` for every step, `token` for every output token,
+    and `ended` exactly once per request. Times are the driver's clock; they are stored relative to `origin`.
+
+    `requests` and `steps` are the newest `keep` records of each, in the order in which they ended. None keeps all, and
+    memory then grows with every step, by some 100 bytes per row.
     """
 
-    def __init__(self, run: str, page_size: int, origin: float = 0.0) -> None:
+    def __init__(self, run: str, page_size: int, origin: float = 0.0, *, keep: int | None = None) -> None:
+        if keep is not None and keep < 0:
+            raise ConfigError(f"keep {keep} records", "it is less than none", "give 0 or more, or None for all")
         self.run = run
         self.requests: list[RequestRecord] = []
         self.steps: list[StepRecord] = []
+        self._keep = keep
         self._page_size = page_size
         self._origin = origin
         self._live: dict[str, _LiveRequest] = {}
-        self._planned: dict[int, tuple[StepPlan, Load]] = {}
+        self._planned: dict[int, _PlannedStep] = {}
+        self._untold: tuple[str, ...] = ()  # whom plans that were not run preempted
+        self._num_forgotten = 0
 
     def restart(self, origin: float) -> float:
         """Times count from `origin` from here on; returns it. Only before the first request."""
@@ -173,45 +181,68 @@ class Recorder:
         self._origin = origin
         return origin
 
+    def complete(self) -> tuple[list[RequestRecord], list[StepRecord]]:
+        """`requests` and `steps` of the whole run. Raises ConfigError if not all were kept."""
+        if self._num_forgotten:
+            fact = f"it keeps the newest {self._keep}, and has forgotten {self._num_forgotten}"
+            remedy = 'measure with partial(Recorder, "my run"), which keeps all'
+            raise ConfigError(f"use all records of run {self.run!r}", fact, remedy)
+        return self.requests, self.steps
+
     def arrived(self, request_id: str, now: float, num_prompt: int, max_tokens: int) -> None:
         self._live[request_id] = _LiveRequest(now - self._origin, num_prompt, max_tokens)
 
-    def planned(self, plan: StepPlan, load: Load, now: float) -> None:
-        self._planned[plan.id] = plan, load
-        for chunk in plan.chunks:
-            live = self._live.get(chunk.request_id) if chunk.num_tokens and chunk.request_id is not None else None
-            if live is not None and live.started is None:
-                live.started, live.num_cached = now - self._origin, chunk.start
+    def planned(self, plan: StepPlan, load: Load) -> None:
+        """`load` is the scheduler's with `plan` just made."""
+        self._planned[plan.id] = _PlannedStep(plan, load)
         for request_id in plan.preempted:
             if request_id in self._live:
                 self._live[request_id].num_preempted += 1
 
+    def began(self, plan_id: int, now: float) -> None:
+        """The step runs from `now` on."""
+        step = self._planned[plan_id]
+        step.started = now - self._origin
+        for chunk in step.plan.chunks:
+            live = self._live.get(chunk.request_id) if chunk.num_tokens and chunk.request_id is not None else None
+            if live is not None and live.started is None:
+                live.started, live.num_cached = step.started, chunk.start
+
     def token(self, request_id: str, now: float) -> None:
         self._live[request_id].token_times.append(now - self._origin)
 
-    def committed(self, plan_id: int, started: float, finished: float, failed: str | None = None) -> None:
-        """The step ran from `started` to `finished`."""
-        plan, load = self._planned.pop(plan_id)
+    def committed(
+        self, plan_id: int, now: float, failed: str | None = None, late: Collection[str] = frozenset()
+    ) -> None:
+        """The step ended at `now`. Rows of `late` requests, which had ended before it did, are recorded as dead.
+
+        A step that never began leaves no record, but that the next one tells whom it preempted.
+        """
+        step = self._planned.pop(plan_id)
+        plan, load = step.plan, step.load
+        preempted, self._untold = self._untold + plan.preempted, ()
+        if step.started is None:
+            self._untold = preempted
+            return
+        rows = tuple(_row(chunk, is_late=chunk.request_id in late) for chunk in plan.chunks)
         self.steps.append(
             StepRecord(
                 run=self.run,
                 id=plan.id,
                 reason=plan.reason,
-                started=started - self._origin,
-                finished=finished - self._origin,
-                rows=tuple(
-                    RowRecord(chunk.request_id, chunk.start, chunk.num_tokens, chunk.padding, chunk.samples)
-                    for chunk in plan.chunks
-                ),
-                preempted=plan.preempted,
+                started=step.started,
+                finished=now - self._origin,
+                rows=rows,
+                preempted=preempted,
                 pages_held=load.pages_held,
                 pages_total=load.pages_total,
                 page_size=self._page_size,
-                tokens_stored=load.tokens_stored + plan.num_tokens,
+                tokens_stored=load.tokens_stored + sum(row.num_tokens for row in rows),
                 num_waiting=load.num_waiting,
                 failed=failed,
             )
         )
+        self._shorten(self.steps)
 
     def ended(self, request_id: str, now: float, reason: FinishReason, error: str | None = None) -> RequestRecord:
         live = self._live.pop(request_id)
@@ -231,7 +262,13 @@ class Recorder:
             token_times=tuple(live.token_times),
         )
         self.requests.append(record)
+        self._shorten(self.requests)
         return record
+
+    def _shorten(self, records: list[RequestRecord] | list[StepRecord]) -> None:
+        if self._keep is not None and len(records) > self._keep:
+            del records[0]
+            self._num_forgotten += 1
 
 
 class _LiveRequest:
@@ -242,3 +279,18 @@ class _LiveRequest:
         self.started: float | None = None
         self.num_cached = self.num_preempted = 0
         self.token_times: list[float] = []
+
+
+class _PlannedStep:
+    """What is known of a step before it ends."""
+
+    def __init__(self, plan: StepPlan, load: Load) -> None:
+        self.plan, self.load = plan, load
+        self.started: float | None = None
+
+
+def _row(chunk: Chunk, *, is_late: bool) -> RowRecord:
+    """A late row computed what a dead row computes: nothing that anybody gets."""
+    if is_late:
+        return RowRecord(chunk.request_id, chunk.start, 0, chunk.num_tokens + chunk.padding, False)
+    return RowRecord(chunk.request_id, chunk.start, chunk.num_tokens, chunk.padding, chunk.samples)

@@ -72,6 +72,10 @@ class FakeExecutor:
         """The request was aborted or dropped; rows of it that still come are late."""
         self._live.pop(request_id, None)
 
+    def is_live(self, request_id: str) -> bool:
+        """Whether it was received, and has neither finished nor been forgotten."""
+        return request_id in self._live
+
     def num_outputs(self, request_id: str) -> int:
         """Tokens that a live request has so far."""
         return self._live[request_id].num_outputs

@@ -10,7 +10,8 @@ from batchwright.policy.continuous import Continuous, ContinuousSettings
 from batchwright.policy.pages import Memory
 from batchwright.policy.static import static
 from batchwright.policy.types import Scheduler
-from batchwright.serve.engine import Completion, Engine
+from batchwright.serve.engine import Engine
+from batchwright.serve.outputs import Completion
 from batchwright.serve.sampling import Row, SamplingParams, sample
 from tests.serve.conftest import make_checkpoint  # noqa: F401 - a fixture
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from batchwright.policy.pages import Memory
-from batchwright.policy.types import Request, StepPlan
+from batchwright.policy.types import Dropped, Request, Scheduler, StepOutcome, StepPlan
 from batchwright.serve.executor import TorchExecutor, TorchPending
 from batchwright.serve.keys import PageKeys
 from batchwright.serve.model import Decoder
@@ -101,8 +101,28 @@ class WatchedExecutor(TorchExecutor):
         return float(torch.stack(differences).abs().max())
 
 
-class PretendedStep(NamedTuple):
-    """A step that runs when its result is asked for."""
+class OverlappingExecutor(WatchedExecutor):
+    """Computes on the CPU, and says that it overlaps; asserts that it is asked for one step after the other."""
+
+    def __init__(self, decoder: Decoder, memory: Memory) -> None:
+        super().__init__(decoder, memory)
+        self.overlaps = True
+        self.started: list[StepPlan] = []
+        self.running: StepPlan | None = None
+
+    def start(self, plan: StepPlan) -> Any:
+        assert self.running is None, f"plan {plan.id} is started beside plan {self.running}"
+        self.started.append(plan)
+        pending, self.running = super().start(plan), plan
+        return Pretended(partial(self._land, pending))
+
+    def _land(self, pending: TorchPending) -> list[RowResult]:
+        self.running = None
+        return pending.result()
+
+
+class Pretended(NamedTuple):
+    """A step whose work is done when its result is asked for."""
 
     result: Callable[[], list[RowResult]]
 
@@ -110,16 +130,19 @@ class PretendedStep(NamedTuple):
 class PretendingExecutor:
     """Behind the engine's seam, `testing.FakeExecutor`, which asserts that pages are used rightly; tokens are counted.
 
-    Token n of a request is n, and `errors` and `hook` (called with every plan, may raise) make trouble.
+    Token n of a request is n, and `errors` and `hook` (called with every plan, may raise) make trouble, as does
+    `start_hook` when a plan is started. Where it `overlaps`, the engine's scheduler must be `Told`.
     """
 
-    overlaps = False
-
-    def __init__(self, decoder: Decoder, memory: Memory) -> None:
+    def __init__(self, decoder: Decoder, memory: Memory, *, overlaps: bool = False) -> None:
         self.fake = FakeExecutor(memory, {})
+        self.overlaps = overlaps
         self.hook: Callable[[StepPlan], None] = lambda plan: None
+        self.start_hook: Callable[[StepPlan], None] = lambda plan: None
         self.errors: dict[str, str] = {}
         self.added: list[str] = []
+        self.running: StepPlan | None = None
+        self._tried: set[int] = set()  # plans that were executed, with or without success
         self._memory = memory
         self._lengths: dict[str, int] = {}
         self.fake.lengths = self._lengths
@@ -133,16 +156,20 @@ class PretendingExecutor:
     def remove(self, request_id: str) -> None:
         self.fake.forget(request_id)
 
-    def start(self, plan: StepPlan) -> "PretendedStep":
-        return PretendedStep(partial(self._execute, plan))
+    def start(self, plan: StepPlan) -> Pretended:
+        self._fail_through(self.start_hook, plan)
+        self.running = plan
+        return Pretended(partial(self._execute, plan))
+
+    def hear(self, plan: StepPlan, outcome: StepOutcome) -> None:
+        """What became of `plan`."""
+        if outcome.failed == "void" and plan.id not in self._tried:
+            self.fake.skip(plan)
 
     def _execute(self, plan: StepPlan) -> list[RowResult]:
-        try:
-            self.hook(plan)
-        except BaseException:
-            self.fake.failures = {self.fake.num_steps: "exception"}
-            self.fake.execute(plan)
-            raise
+        self.running = None
+        self._fail_through(self.hook, plan)
+        self._tried.add(plan.id)
         outcome = self.fake.execute(plan)
         if outcome.failed == "oom":
             raise MemoryError
@@ -150,9 +177,41 @@ class PretendingExecutor:
             raise RuntimeError("a step broke")
         return list(self._results(plan))
 
+    def _fail_through(self, hook: Callable[[StepPlan], None], plan: StepPlan) -> None:
+        try:
+            hook(plan)
+        except BaseException:
+            self._tried.add(plan.id)
+            self.fake.failures = {self.fake.num_steps: "exception"}
+            self.fake.execute(plan)
+            raise
+
     def _results(self, plan: StepPlan) -> Iterator[RowResult]:
         for chunk in plan.chunks:
             if chunk.samples and chunk.request_id is not None:
                 error = self.errors.get(chunk.request_id)
-                number = self.fake.num_outputs(chunk.request_id)
+                number = self.fake.num_outputs(chunk.request_id) if self.fake.is_live(chunk.request_id) else 0
                 yield RowResult(chunk.request_id, Sampled(number) if error is None else Sampled(-1, error=error))
+
+
+class Told:
+    """A scheduler that tells `listener` of every plan with its outcome, before it learns of that itself."""
+
+    listener: Callable[[StepPlan, StepOutcome], None]
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._plans: dict[int, StepPlan] = {}
+
+    def plan(self, now: float) -> StepPlan | None:
+        plan = self._scheduler.plan(now)
+        if plan is not None:
+            self._plans[plan.id] = plan
+        return plan
+
+    def commit(self, plan_id: int, now: float, outcome: StepOutcome) -> tuple[Dropped, ...]:
+        self.listener(self._plans.pop(plan_id), outcome)
+        return self._scheduler.commit(plan_id, now, outcome)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)

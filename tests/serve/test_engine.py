@@ -23,7 +23,8 @@ from batchwright.policy.pages import Memory
 from batchwright.policy.static import one_by_one, static
 from batchwright.policy.types import StepPlan
 from batchwright.records import RequestRecord
-from batchwright.serve.engine import Completion, Engine, Output, Policy, default_memory
+from batchwright.serve.engine import Engine, Policy, default_memory
+from batchwright.serve.outputs import Completion, Output
 from batchwright.serve.sampling import SamplingParams
 from batchwright.serve.weights import LoadedModel
 from batchwright.testing import VirtualClock

@@ -111,7 +111,7 @@ class _Driver:
         self._next: Arrival | None = None
         self._live: dict[str, _Sequence] = {}
         self._ids: set[str] = set()  # of all that were announced
-        self._in_flight: deque[tuple[StepPlan, float]] = deque()  # plans, and when each starts
+        self._in_flight: deque[StepPlan] = deque()
         self._idle_from = 0.0  # when the machine has done all that is planned
         self._wakeup: float | None = None  # the earliest one in the heap
 
@@ -169,17 +169,18 @@ class _Driver:
 
     def _plan(self, now: float) -> None:
         while len(self._in_flight) < self._max_in_flight and (plan := self._scheduler.plan(now)):
-            self._recorder.planned(plan, self._scheduler.load, now)
+            self._recorder.planned(plan, self._scheduler.load)
             start = max(now, self._idle_from)
+            self._recorder.began(plan.id, start)
             self._idle_from = _end_of(plan, start, self._cost(plan))
-            self._in_flight.append((plan, start))
+            self._in_flight.append(plan)
             self._at(self._idle_from, self._end_step)
 
     def _end_step(self, now: float) -> None:
-        plan, start = self._in_flight.popleft()
+        plan = self._in_flight.popleft()
         items = self._execute(plan)
         self._scheduler.commit(plan.id, now, StepOutcome(items))
-        self._recorder.committed(plan.id, start, now)
+        self._recorder.committed(plan.id, now)
         for item in items:
             if item.num_accepted:
                 self._recorder.token(item.request_id, now)

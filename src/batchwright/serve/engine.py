@@ -1,100 +1,42 @@
 """The live driver: requests in, plans from the scheduler to the executor, tokens and text out.
 
 It holds no policy and no tensors. One `step` is: drop what has expired, ask for a plan, execute it, commit what
-happened, hand out the new tokens. Every submitted request ends exactly once, whatever happens to it: a finish reason
-is in its last `Output`, and its record in `engine.recorder`.
+happened, hand out the new tokens; `stepping` says in which order. Every submitted request ends exactly once, whatever
+happens to it: a finish reason is in its last `Output`, and its record in `engine.recorder`.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import wraps
+from dataclasses import replace
+from functools import partial, wraps
 from pathlib import Path
 from threading import RLock
-from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
 from batchwright.errors import ConfigError, RequestError
 from batchwright.policy.continuous import Continuous
 from batchwright.policy.pages import Memory
-from batchwright.policy.types import Dropped, ItemOutcome, Refused, Request, Scheduler, StepOutcome, StepPlan
+from batchwright.policy.types import Dropped, ItemOutcome, Refused, Request, Scheduler, StepOutcome
 from batchwright.records import FinishReason, Recorder
 from batchwright.serve.executor import Executor, TorchExecutor
-from batchwright.serve.interrupts import uninterrupted
-from batchwright.serve.keys import PageKeys
+from batchwright.serve.live import LiveRequest
+from batchwright.serve.outputs import Completion, Output, completed
 from batchwright.serve.prompts import Params, Prompt, as_prompts, paired, token_ids, tokenizer_of
 from batchwright.serve.sampling import Sampled, SamplingParams
-from batchwright.serve.sequences import RowResult
-from batchwright.serve.stopping import StopChecker
+from batchwright.serve.stepping import Step, Stepper
 from batchwright.serve.weights import LoadedModel, load
 
 Policy = Callable[[Memory], Scheduler]
-Failure = Literal["oom", "exception"]
 
 DEFAULT_KV_BYTES = 1 << 30
+NEWEST_RECORDS = partial(Recorder, "engine", keep=1000)
 _ID = "request-"
 _LONGEST = 1e9  # seconds, of any wait
 _LONG_WAIT = 3600.0  # seconds, before looking again
 _SHORT_WAIT = 0.001  # seconds, when it is not known what is waited for
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What one step gave one request. The last one has `finish_reason`; `token` is None if it brought none."""
-
-    request_id: str
-    token: int | None
-    text: str
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """All that a request got. `logprobs[i]`: of token i and of the likeliest alternatives, if asked for."""
-
-    request_id: str
-    tokens: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-    error: str | None = None
-    logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] = ()
-
-
-class _Live:
-    """A request under way."""
-
-    def __init__(
-        self, tokens: Sequence[int], params: SamplingParams, model: LoadedModel, page_size: int,
-        on_output: Callable[[Output], None] | None,
-    ) -> None:  # fmt: skip
-        self.num_output = 0
-        self.params = params
-        self.keys = PageKeys(page_size)
-        self.prompt_keys = self.keys.push(tokens)
-        self.decoder = model.tokenizer.stream(skip_special_tokens=True) if model.tokenizer else None
-        self.on_output = on_output
-
-    def admit(self, max_tokens: int, eos_ids: Sequence[int]) -> None:
-        """It will get at most `max_tokens`."""
-        self.max_tokens = max_tokens
-        self.stop = StopChecker(replace(self.params, max_tokens=max_tokens), eos_ids)
-
-    def text_of(self, token: int) -> str:
-        """The text that `token` completes; with its last token, all that is left."""
-        if self.decoder is None:
-            return ""
-        text = "" if self.stop.ends(token) else self.decoder.push(token)
-        is_last = self.stop.ends(token) or self.num_output == self.max_tokens
-        return text + self.decoder.finish() if is_last else text
-
-    def rest(self) -> str:
-        """The text that is still held back, when it ends for another reason than its tokens."""
-        return self.stop.flush(self.decoder.finish() if self.decoder else "")
 
 
 P = ParamSpec("P")
@@ -112,19 +54,10 @@ def _locked(method: Callable[Concatenate["Engine", P], R]) -> Callable[Concatena
     return locked
 
 
-class _Done(NamedTuple):
-    """A step that was executed, or `failed`, with the reason in `message`."""
-
-    started: float
-    results: Sequence[RowResult]
-    failed: Failure | None = None
-    message: str = ""
-
-
 class _Delivery(NamedTuple):
     """An output on its way to its request's callback, or to the caller of `step`."""
 
-    live: _Live
+    live: LiveRequest
     output: Output
     when: float
 
@@ -134,8 +67,13 @@ class Engine:
 
     `model`: a loaded model, or what `weights.load` takes (`dtype` bfloat16 and `device` "cpu" by default).
     `policy(memory)` makes the scheduler. `memory` is 1 GiB of KV cache by default. `clock` and `executor` can be
-    replaced; `run` names the records. Threads may share an engine: calls take turns, and requests of all threads
-    run in the same batches.
+    replaced. Threads may share an engine: calls take turns, and requests of all threads run in the same batches.
+
+    `recorder(page_size, origin)` makes the recorder. By default that keeps the newest 1,000 requests and as many
+    steps, so that an engine may live for ever; to measure, give `partial(Recorder, "my run")`, which keeps all.
+
+    Where the executor overlaps (on CUDA), a step is planned while the one before runs, and has begun when that one's
+    outputs are handed out.
 
         engine = Engine("smollm2")
         for completion in engine.generate(["The capital of France is"], SamplingParams(max_tokens=16)):
@@ -152,7 +90,7 @@ class Engine:
         device: str | torch.device | None = None,
         clock: Callable[[], float] = time.perf_counter,
         executor: Callable[[Any, Memory], Executor] = TorchExecutor,
-        run: str = "engine",
+        recorder: Callable[[int, float], Recorder] = NEWEST_RECORDS,
     ) -> None:
         self.model = _loaded(model, dtype, device)
         self.memory = memory or default_memory(self.model)
@@ -162,8 +100,9 @@ class Engine:
         self._clock = clock
         self._lock = RLock()  # over all state
         self._delivering = RLock()  # outputs are delivered in order, and without holding up other threads' submits
-        self.recorder = Recorder(run, self.memory.page_size, origin=clock())
-        self._live: dict[str, _Live] = {}
+        self.recorder = recorder(self.memory.page_size, clock())
+        self._stepper = Stepper(self.executor, self._plan, self._began, self._commit)
+        self._live: dict[str, LiveRequest] = {}
         self._ending: set[str] = set()  # ended, and not yet told
         self._outputs: list[Output] = []
         self._undelivered: deque[_Delivery] = deque()
@@ -198,7 +137,7 @@ class Engine:
         request_id = self._checked_id(request_id)
         tokens = token_ids(prompt, self.model)
         now = self._clock()
-        live = _Live(tokens, params, self.model, self.memory.page_size, on_output)
+        live = LiveRequest(request_id, tokens, params, self.model, self.memory.page_size, on_output)
         answer = self.scheduler.add(
             Request(
                 id=request_id,
@@ -221,9 +160,10 @@ class Engine:
         return request_id
 
     def abort(self, request_id: str) -> None:
-        """End a request now and free its pages; unknown and ended ids are ignored."""
+        """End a request now and free its pages, as soon as no step uses them; unknown and ended ids are ignored."""
         self._abort(request_id)
         self._deliver()
+        self._rest()
 
     @_locked
     def _abort(self, request_id: str) -> None:
@@ -308,7 +248,7 @@ class Engine:
         for output in self.stream(prompts, params):
             outputs.setdefault(output.request_id, []).append(output)
         in_order = sorted(outputs, key=lambda request_id: int(request_id.removeprefix(_ID)))
-        return [_completed(outputs[request_id]) for request_id in in_order]
+        return [completed(outputs[request_id]) for request_id in in_order]
 
     def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> Completion:
         """The model's answer to `messages` (role and content), through its chat template."""
@@ -325,80 +265,67 @@ class Engine:
         """Drop what has expired, run a step if one can run, deliver what came of both; whether a step ran."""
         has_run = self._run_step()
         self._deliver()
+        self._rest()
         return has_run
 
     @_locked
     def _run_step(self) -> bool:
-        """An interrupt, or a bug in the executor, is the caller's, but the plan's pages must not be lost to it."""
-        plan: StepPlan | None = None
-        try:
-            with uninterrupted():
-                plan = self._plan()
-            if plan is None:
-                return False
-            done = self._execute(plan)
-            with uninterrupted():
-                finished, plan = plan, None
-                self._commit(finished, done)
-        except BaseException as error:
-            if plan is not None:
-                with uninterrupted():
-                    self._commit(plan, _Done(self._clock(), (), "exception", repr(error)))
-            raise
-        return True
+        return self._stepper.advance()
 
-    def _plan(self) -> StepPlan | None:
+    @_locked
+    def _rest(self) -> None:
+        """When nobody is left, a step that was begun for those who were comes to its end."""
+        if not self._live:
+            self._stepper.finish()
+
+    def _plan(self) -> Step | None:
         now = self._clock()
         for dropped in self.scheduler.advance(now):
             self._drop(dropped)
         plan = self.scheduler.plan(now)
-        if plan is not None:
-            self.recorder.planned(plan, self.scheduler.load, now)
-        return plan
+        if plan is None:
+            return None
+        self.recorder.planned(plan, self.scheduler.load)
+        rows = [self._live[chunk.request_id] for chunk in plan.chunks if chunk.num_tokens and chunk.request_id]
+        return Step(plan, rows, self._clock)
 
-    def _execute(self, plan: StepPlan) -> _Done:
-        """What came of it: the one place where what an executor may raise becomes an outcome."""
-        started = self._clock()
-        try:
-            return _Done(started, self.executor.start(plan).result())
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            return _Done(started, (), "oom", str(error) or "out of memory")
-        except RuntimeError as error:
-            is_memory = "can't allocate memory" in str(error)
-            return _Done(started, (), "oom" if is_memory else "exception", str(error))
+    def _began(self, step: Step) -> None:
+        assert step.started is not None
+        self.recorder.began(step.plan.id, step.started)
 
-    def _commit(self, plan: StepPlan, done: _Done) -> None:
-        finished = self._clock()
-        self.recorder.committed(plan.id, done.started, finished, done.failed)
-        items = () if done.failed else tuple(self._items(plan, done.results, finished))
-        for dropped in self.scheduler.commit(plan.id, finished, StepOutcome(items, done.failed)):
-            self._drop(dropped, done.message)
+    def _commit(self, step: Step) -> None:
+        now = self._clock()
+        finished = now if step.finished is None else step.finished
+        late = frozenset(live.id for live in step.rows if live.has_ended)
+        self.recorder.committed(step.plan.id, finished, step.failed, late)
+        items = () if step.failed else tuple(self._items(step, finished))
+        for dropped in self.scheduler.commit(step.plan.id, now, StepOutcome(items, step.failed)):
+            self._drop(dropped, step.message)
 
-    def _items(self, plan: StepPlan, results: Sequence[RowResult], now: float) -> Iterator[ItemOutcome]:
-        """What the scheduler learns of each live row."""
-        sampled = {result.request_id: result.sampled for result in results}
-        for chunk in plan.chunks:
-            if not chunk.num_tokens or chunk.request_id not in self._live:
+    def _items(self, step: Step, now: float) -> Iterator[ItemOutcome]:
+        """What the scheduler learns of each row whose request has not ended meanwhile."""
+        sampled = {result.request_id: result.sampled for result in step.results or ()}
+        chunks = (chunk for chunk in step.plan.chunks if chunk.num_tokens)
+        for live, chunk in zip(step.rows, chunks, strict=True):
+            if live.has_ended:
                 continue
             if chunk.samples:
-                yield self._accept(chunk.request_id, sampled[chunk.request_id], now)
+                yield self._accept(live, sampled[live.id], now)
             else:
-                yield ItemOutcome(chunk.request_id)
+                yield ItemOutcome(live.id)
 
-    def _accept(self, request_id: str, sampled: Sampled, now: float) -> ItemOutcome:
+    def _accept(self, live: LiveRequest, sampled: Sampled, now: float) -> ItemOutcome:
         """Hand out one new token, and end its request if that is its last."""
-        live = self._live[request_id]
         if sampled.error is not None:
-            self._end(request_id, "error", sampled.error)
-            return ItemOutcome(request_id, error=True)
-        live.num_output += 1
-        self.recorder.token(request_id, now)
-        text, reason = live.stop.push(sampled.token, live.text_of(sampled.token), live.num_output)
-        output = Output(request_id, sampled.token, text, reason, None, sampled.logprob, sampled.top)
+            self._end(live.id, "error", sampled.error)
+            return ItemOutcome(live.id, error=True)
+        self.recorder.token(live.id, now)
+        text, reason = live.push(sampled.token)
+        output = Output(live.id, sampled.token, text, reason, None, sampled.logprob, sampled.top)
         self._undelivered.append(_Delivery(live, output, now))
         if reason is not None:
-            self._forget(request_id)
-        return ItemOutcome(request_id, 1, finished=reason is not None, keys=live.keys.push([sampled.token]))
+            self._forget(live)
+        return ItemOutcome(live.id, 1, finished=reason is not None, keys=live.keys.push([sampled.token]))
 
     # ---- endings
 
@@ -417,13 +344,14 @@ class Engine:
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         """End a request for another reason than its own tokens."""
         live = self._live[request_id]
-        self._forget(request_id)
+        self._forget(live)
         self._undelivered.append(_Delivery(live, Output(request_id, None, live.rest(), reason, error), self._clock()))
 
-    def _forget(self, request_id: str) -> None:
-        del self._live[request_id]
-        self._ending.add(request_id)
-        self.executor.remove(request_id)
+    def _forget(self, live: LiveRequest) -> None:
+        live.has_ended = True
+        del self._live[live.id]
+        self._ending.add(live.id)
+        self.executor.remove(live.id)
 
     # ---- deliveries
 
@@ -444,16 +372,16 @@ class Engine:
                         self._ending.discard(output.request_id)
 
     @_locked
-    def _failed(self, live: _Live, output: Output, raised: str) -> Output:
+    def _failed(self, live: LiveRequest, output: Output, raised: str) -> Output:
         """End the request whose callback raised; `output` as it now is."""
         if output.finish_reason is not None:
             return replace(output, finish_reason="error", error=raised)
-        if self._live.get(output.request_id) is live:
+        if not live.has_ended:
             self.scheduler.abort(output.request_id, self._clock())
             self._end(output.request_id, "error", raised)
         return output
 
-    def _notify(self, live: _Live, output: Output) -> str | None:
+    def _notify(self, live: LiveRequest, output: Output) -> str | None:
         """Call its callback, if it has one; what to say if that raised. It is then not called again."""
         if live.on_output is None:
             return None
@@ -534,17 +462,3 @@ def _check_context(model: LoadedModel, memory: Memory) -> None:
     most = model.decoder.shape.context
     if memory.context > most:
         raise ConfigError(f"use a context of {memory.context}", f"{model.name} was made for {most}", "lower context")
-
-
-def _completed(outputs: Sequence[Output]) -> Completion:
-    last = outputs[-1]
-    assert last.finish_reason is not None
-    tokens = [output for output in outputs if output.token is not None]
-    return Completion(
-        request_id=last.request_id,
-        tokens=tuple(output.token for output in tokens if output.token is not None),
-        text="".join(output.text for output in outputs),
-        finish_reason=last.finish_reason,
-        error=last.error,
-        logprobs=tuple((output.logprob, output.top_logprobs) for output in tokens if output.logprob is not None),
-    )

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
 from typing import Protocol
 
@@ -26,7 +27,7 @@ from batchwright.policy.dynamic import DynamicSettings, dynamic
 from batchwright.policy.pages import Memory
 from batchwright.policy.static import one_by_one, static
 from batchwright.policy.types import Refused, Request, Scheduler
-from batchwright.records import RequestRecord
+from batchwright.records import Recorder, RequestRecord
 from batchwright.serve.engine import Engine, default_memory
 from batchwright.serve.sampling import SamplingParams
 from batchwright.serve.weights import LoadedModel, load
@@ -149,7 +150,7 @@ class _Bench:
         memory = replace(self._memory, num_pages=min(self._memory.num_pages, 4 * num_rows))  # quickly allocated
         settings = ContinuousSettings(max_rows=num_rows)
         lengths = (*_WARM_UP_LENGTHS, *([1] * num_rows))[:num_rows]
-        engine = Engine(self._model, lambda memory: Continuous(memory, settings), memory=memory, run="warm-up")
+        engine = Engine(self._model, lambda memory: Continuous(memory, settings), memory=memory)
         engine.generate([[1] * length for length in lengths], [_forced(row + 1) for row in range(num_rows)])
         for strategy in self._settings.strategies:
             self._engine(strategy, memory, "warm-up").generate([[1] * 3, [1] * 9], [_forced(3), _forced(1)])
@@ -166,7 +167,7 @@ class _Bench:
         self._watcher.begin(f"{scene}: {strategy}", sum(one.params.max_tokens for one in work))
         engine = self._engine(strategy, self._memory, run_name(scene, strategy))
         drive(engine, work, arrivals, self._watcher.advance)
-        requests, steps = engine.recorder.requests, engine.recorder.steps
+        requests, steps = engine.recorder.complete()
         self.recorded.append(Recorded(engine.recorder.run, requests, steps))
         summary = summarize(requests, steps)
         flops = sum(_useful_flops(self._model.decoder.shape, request) for request in requests)
@@ -181,7 +182,8 @@ class _Bench:
         )
 
     def _engine(self, strategy: Strategy, memory: Memory, run: str) -> Engine:
-        return Engine(self._model, lambda memory: _scheduler(strategy, memory, self._settings), memory=memory, run=run)
+        policy = partial(_scheduler, strategy, settings=self._settings)
+        return Engine(self._model, policy, memory=memory, recorder=partial(Recorder, run))
 
 
 def _admitted(work: Sequence[Work], model: LoadedModel, memory: Memory, settings: CompareSettings) -> list[Work]:

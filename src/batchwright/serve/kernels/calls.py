@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from batchwright.serve.kernels.build import built
+from batchwright.serve.linear import GROUP
 
 PANEL = 32
 """Outputs that are packed together."""
@@ -45,14 +46,14 @@ class Mode(IntEnum):
 
 
 class Packed(NamedTuple):
-    """A weight as the kernels take it. `scales` and `shifts`: one per output, for int8 only."""
+    """A weight as the kernels take it. For int8 only: `scales`, one per output; `starts`, one per group and output."""
 
     data: Tensor
     num_inputs: int
     num_outputs: int
     bias: Tensor | None
     scales: Tensor | None = None
-    shifts: Tensor | None = None
+    starts: Tensor | None = None
 
 
 class Step(NamedTuple):
@@ -71,8 +72,8 @@ def pack(weight_NK: Tensor, bias_N: Tensor | None, scales_N: Tensor | None = Non
     _call("pack", weight_NK.dtype)(weight_NK.data_ptr(), num_outputs, num_inputs, data.data_ptr())
     if scales_N is None:
         return Packed(data, num_inputs, num_outputs, bias_N)
-    shifts = 128 * weight_NK.sum(1, dtype=torch.int32)
-    return Packed(data, num_inputs, num_outputs, bias_N, _filled(scales_N.float()), _filled(shifts))
+    groups = [part.sum(1, dtype=torch.int32) for part in weight_NK.split(GROUP, 1)]
+    return Packed(data, num_inputs, num_outputs, bias_N, _filled(scales_N), -128 * _filled(torch.stack(groups)))
 
 
 def matmul(x_MK: Tensor, weight: Packed, mode: Mode, y_MN: Tensor | None = None) -> Tensor:
@@ -85,14 +86,14 @@ def matmul(x_MK: Tensor, weight: Packed, mode: Mode, y_MN: Tensor | None = None)
     left = x_MK.data_ptr(), x_MK.stride(0), num_rows, weight.num_inputs, weight.data.data_ptr()
     bias = None if weight.bias is None else weight.bias.data_ptr()
     right = y_MN.data_ptr(), y_MN.stride(0), weight.num_outputs, mode
-    if weight.scales is None or weight.shifts is None:
+    if weight.scales is None or weight.starts is None:
         _call("matmul", x_MK.dtype)(*left, bias, *right, threads)
         return y_MN
     workspace = torch.empty(num_rows, weight.num_inputs, dtype=torch.uint8)
-    row_scales = torch.empty(num_rows)
+    input_scales = torch.empty(num_rows, -(-weight.num_inputs // GROUP))
     _call("matmul_int8", x_MK.dtype)(
-        *left, weight.scales.data_ptr(), weight.shifts.data_ptr(), bias,
-        *right, workspace.data_ptr(), row_scales.data_ptr(), threads,
+        *left, weight.scales.data_ptr(), weight.starts.data_ptr(), bias,
+        *right, workspace.data_ptr(), input_scales.data_ptr(), threads,
     )  # fmt: skip
     return y_MN
 
@@ -120,7 +121,7 @@ def attend(qkv_TF: Tensor, step: Step, pages_PMSD: Tensor, num_heads: int) -> Te
 
 def _filled(values_N: Tensor) -> Tensor:
     """To whole panels, with zeros."""
-    return torch.nn.functional.pad(values_N, (0, -len(values_N) % PANEL))
+    return torch.nn.functional.pad(values_N, (0, -values_N.shape[-1] % PANEL))
 
 
 @cache

@@ -18,12 +18,24 @@ constexpr int kChunk = 96;                   // rows that stay in a core's cache
 // What becomes of the sums. `gated`: a panel holds 16 gates and their 16 ups, and silu(gate) * up is stored.
 enum Mode { kStore = 0, kAdd = 1, kStoreFloat = 2, kGated = 3 };
 
-// Inputs whose products are added up before they join the sum of the ones before: one chain over all of a long row
-// of float32 would be twice as far off as the reference.
+// Inputs whose products are added up before they join the sum of the ones before. One chain over all of a long row
+// of float32 would be twice as far off as the reference; of int8, a chain is what shares a scale.
 template <class T>
 constexpr int64_t kChain = std::numeric_limits<int64_t>::max();
 template <>
 constexpr int64_t kChain<float> = 192;
+template <>
+constexpr int64_t kChain<int8_t> = 64;
+constexpr int64_t kGroup = kChain<int8_t>;
+
+// Of an int8 product: how the integers become what they stand for. Inputs are stored 128 higher than they are, so the
+// sums of an output's weights, times 128, are taken off beforehand.
+struct Scales {
+  const float *inputs;             // one per row and group of inputs
+  const float *outputs;            // one per output
+  const int32_t *starts;           // -128 * the sum of an output's weights, one per group and output
+  int64_t groups, width;           // outputs in `starts`, whole panels
+};
 
 template <class T, int M, class X>
 inline void products(const X *x, int64_t stride, int64_t from, int64_t to, const T *w, const char *next,
@@ -42,41 +54,42 @@ inline void products(const X *x, int64_t stride, int64_t from, int64_t to, const
   }
 }
 
-template <class Sums>
-inline Floats as_floats(Sums sums) {
-  return __builtin_convertvector(sums, Floats);
-}
-
+// M rows meet a panel. `row`: the first of them; `panel`: the first output.
 template <class T, int M, class X>
 void block(const X *x, int64_t stride, int64_t inputs, const T *w, const char *next, int64_t ahead,
-           Floats (*out)[kVectors]) {
+           const Scales *scales, int64_t row, int64_t panel, Floats (*out)[kVectors]) {
+  typedef typename Lane<T>::Sums Sums;
+  for (int m = 0; m < M; ++m)
+    for (int n = 0; n < kVectors; ++n) out[m][n] = Floats{};
   for (int64_t from = 0; from < inputs;) {
-    const int64_t to = inputs - from > kChain<T> ? from + kChain<T> : inputs;
-    typename Lane<T>::Sums sums[M][kVectors] = {};
+    const int64_t to = inputs - from > kChain<T> ? from + kChain<T> : inputs, group = from / kChain<T>;
+    Sums sums[M][kVectors] = {};
+    if (scales)
+      for (int m = 0; m < M; ++m)
+        for (int n = 0; n < kVectors; ++n)
+          sums[m][n] = load<Sums>(scales->starts + group * scales->width + panel + n * kLanes);
     products<T, M>(x, stride, from, to, w, next, ahead, sums);
-    for (int m = 0; m < M; ++m)
-      for (int n = 0; n < kVectors; ++n) out[m][n] = from ? out[m][n] + as_floats(sums[m][n]) : as_floats(sums[m][n]);
+    for (int m = 0; m < M; ++m) {
+      const float scale = scales ? scales->inputs[(row + m) * scales->groups + group] : 1;
+      for (int n = 0; n < kVectors; ++n)
+        out[m][n] = fused(__builtin_convertvector(sums[m][n], Floats), splat(scale), out[m][n]);
+    }
     from = to;
   }
 }
 
 template <class T, class X>
 void blocks(int rows, const X *x, int64_t stride, int64_t inputs, const T *w, const char *next, int64_t ahead,
-            Floats (*out)[kVectors]) {
+            const Scales *scales, int64_t row, int64_t panel, Floats (*out)[kVectors]) {
   switch (rows) {
-#define BATCHWRIGHT_CASE(M) case M: return block<T, M>(x, stride, inputs, w, next, ahead, out)
+#define BATCHWRIGHT_CASE(M) \
+  case M: return block<T, M>(x, stride, inputs, w, next, ahead, scales, row, panel, out)
     BATCHWRIGHT_CASE(1); BATCHWRIGHT_CASE(2); BATCHWRIGHT_CASE(3); BATCHWRIGHT_CASE(4);
     BATCHWRIGHT_CASE(5); BATCHWRIGHT_CASE(6); BATCHWRIGHT_CASE(7); BATCHWRIGHT_CASE(8);
     BATCHWRIGHT_CASE(9); BATCHWRIGHT_CASE(10); BATCHWRIGHT_CASE(11); BATCHWRIGHT_CASE(12);
 #undef BATCHWRIGHT_CASE
   }
 }
-
-// Of an int8 product: how the integers become what they stand for.
-struct Scales {
-  const float *rows, *outputs;     // value = (sum - shift) * rows[m] * outputs[n]
-  const int32_t *shifts;           // 128 * the sum of an output's weights: inputs are stored 128 higher than they are
-};
 
 template <class Y>
 struct Out {
@@ -88,11 +101,8 @@ struct Out {
 };
 
 template <class Y>
-Floats adjusted(const Out<Y> &out, Floats value, int64_t row, int64_t first, int count) {
-  if (out.scales) {
-    const Floats shifts = as_floats(load<Ints>(out.scales->shifts + first));
-    value = (value - shifts) * (splat(out.scales->rows[row]) * load<Floats>(out.scales->outputs + first));
-  }
+Floats adjusted(const Out<Y> &out, Floats value, int64_t first, int count) {
+  if (out.scales) value *= load<Floats>(out.scales->outputs + first);
   if (out.bias && count > 0) value += read_some(out.bias + first, count);
   return value;
 }
@@ -102,8 +112,8 @@ void finish(const Out<Y> &out, const Floats *values, int64_t row, int64_t panel)
   if (out.mode == kGated) {
     const int64_t first = panel * kLanes;
     const int count = out.width - first < kLanes ? int(out.width - first) : kLanes;
-    const Floats gate = adjusted(out, values[0], row, panel * kPanel, kLanes);
-    const Floats up = adjusted(out, values[1], row, panel * kPanel + kLanes, kLanes);
+    const Floats gate = adjusted(out, values[0], panel * kPanel, kLanes);
+    const Floats up = adjusted(out, values[1], panel * kPanel + kLanes, kLanes);
     const Floats silu = gate / (splat(1.0f) + exponential(-gate));
     write_some(out.y + row * out.stride + first, silu * up, count);
     return;
@@ -112,7 +122,7 @@ void finish(const Out<Y> &out, const Floats *values, int64_t row, int64_t panel)
     const int64_t first = panel * kPanel + n * kLanes;
     const int count = out.width - first < kLanes ? int(out.width - first) : kLanes;
     if (count <= 0) return;
-    Floats value = adjusted(out, values[n], row, first, count);
+    Floats value = adjusted(out, values[n], first, count);
     const int64_t place = row * out.stride + first;
     if (out.mode == kStoreFloat) {
       write_some(reinterpret_cast<float *>(out.y) + place, value, count);
@@ -143,7 +153,8 @@ void matmul(const X *x, int64_t stride, int64_t rows, int64_t inputs, const T *w
         for (int64_t part = 0; part < parts; ++part) {
           const int64_t from = first + count * part / parts, to = first + count * (part + 1) / parts;
           Floats values[kRows][kVectors];
-          blocks<T>(int(to - from), x + from * stride, stride, inputs, here, next + part * fetched, ahead, values);
+          blocks<T>(int(to - from), x + from * stride, stride, inputs, here, next + part * fetched, ahead, out.scales,
+                    from, panel * kPanel, values);
           for (int64_t row = from; row < to; ++row) finish(out, values[row - from], row, panel);
         }
       }
@@ -163,46 +174,58 @@ void pack(const T *w, int64_t outputs, int64_t inputs, T *to) {
       }
 }
 
-// Each row as 128 + a whole number of `scale`s, the largest at 127 from 128.
+// Each group of a row as 128 + a whole number of steps, the largest at 127 from 128; `scales`: what a step stands for.
 template <class X>
 void quantize(const X *x, int64_t stride, int64_t rows, int64_t inputs, uint8_t *to, float *scales) {
+  const int64_t groups = (inputs + kGroup - 1) / kGroup;
 #pragma omp for schedule(static)
-  for (int64_t row = 0; row < rows; ++row) {
-    const X *from = x + row * stride;
-    float most = 0;
-    bool whole = true;
-    for (int64_t k = 0; k < inputs; ++k) {
-      const float size = std::fabs(widened(from[k]));
-      most = size > most ? size : most;
-      whole = whole && size <= std::numeric_limits<float>::max();
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t first = group * kGroup, count = inputs - first < kGroup ? inputs - first : kGroup;
+      Floats values[kGroup / kLanes] = {}, most = {}, odd = {};
+      for (int64_t i = 0; i < count; i += kLanes) {
+        const int some = count - i < kLanes ? int(count - i) : kLanes;
+        const Floats value = read_some(x + row * stride + first + i, some);
+        most = larger(value < 0 ? -value : value, most);
+        odd += value - value;  // not a number, where a value is infinite or none
+        values[i / kLanes] = value;
+      }
+      const float size = largest(most);
+      const bool whole = total(odd) == 0;
+      scales[row * groups + group] = whole ? size / 127 : std::numeric_limits<float>::quiet_NaN();
+      const Floats steps = splat(whole && size > 0 ? 127 / size : 0), shift = splat(12582912.0f);  // 1.5 * 2^23
+      for (int64_t i = 0; i < count; i += kLanes) {
+        const Floats rounded = fused(values[i / kLanes], steps, shift) - shift;
+        const Ints numbers = whole ? __builtin_convertvector(rounded, Ints) + splat(128) : splat(128);
+        const Bytes bytes = __builtin_convertvector(numbers, Bytes);
+        std::memcpy(to + row * inputs + first + i, &bytes, count - i < kLanes ? count - i : kLanes);
+      }
     }
-    scales[row] = whole ? most / 127 : std::numeric_limits<float>::quiet_NaN();
-    const float steps = whole && most > 0 ? 127 / most : 0;
-    for (int64_t k = 0; k < inputs; ++k)
-      to[row * inputs + k] = uint8_t(whole ? int(std::nearbyint(widened(from[k]) * steps)) + 128 : 128);
-  }
+}
+
+int64_t panels_of(int64_t width, int mode) {
+  return mode == kGated ? (width + kLanes - 1) / kLanes : (width + kPanel - 1) / kPanel;
 }
 
 template <class T>
 void plain(const T *x, int64_t stride, int64_t rows, int64_t inputs, const T *w, const T *bias, T *y, int64_t y_stride,
            int64_t width, int mode, int threads) {
   const Out<T> out{y, y_stride, width, bias, Mode(mode), nullptr};
-  const int64_t outputs = mode == kGated ? (width + kLanes - 1) / kLanes * kPanel : width;
 #pragma omp parallel num_threads(threads)
-  matmul<T>(x, stride, rows, inputs, w, out, (outputs + kPanel - 1) / kPanel, threads);
+  matmul<T>(x, stride, rows, inputs, w, out, panels_of(width, mode), threads);
 }
 
 template <class X>
 void quantized(const X *x, int64_t stride, int64_t rows, int64_t inputs, const int8_t *w, const float *scales,
-               const int32_t *shifts, const X *bias, X *y, int64_t y_stride, int64_t width, int mode,
-               uint8_t *workspace, float *row_scales, int threads) {
-  const Scales all{row_scales, scales, shifts};
+               const int32_t *starts, const X *bias, X *y, int64_t y_stride, int64_t width, int mode,
+               uint8_t *workspace, float *input_scales, int threads) {
+  const int64_t panels = panels_of(width, mode);
+  const Scales all{input_scales, scales, starts, (inputs + kGroup - 1) / kGroup, panels * kPanel};
   const Out<X> out{y, y_stride, width, bias, Mode(mode), &all};
-  const int64_t outputs = mode == kGated ? (width + kLanes - 1) / kLanes * kPanel : width;
 #pragma omp parallel num_threads(threads)
   {
-    quantize(x, stride, rows, inputs, workspace, row_scales);
-    matmul<int8_t>(workspace, inputs, rows, inputs, w, out, (outputs + kPanel - 1) / kPanel, threads);
+    quantize(x, stride, rows, inputs, workspace, input_scales);
+    matmul<int8_t>(workspace, inputs, rows, inputs, w, out, panels, threads);
   }
 }
 
@@ -226,14 +249,14 @@ void matmul_bfloat16(const bf16 *x, int64_t stride, int64_t rows, int64_t inputs
   plain(x, stride, rows, inputs, w, bias, y, y_stride, width, mode, threads);
 }
 void matmul_int8_float32(const float *x, int64_t stride, int64_t rows, int64_t inputs, const int8_t *w,
-                         const float *scales, const int32_t *shifts, const float *bias, float *y, int64_t y_stride,
-                         int64_t width, int mode, uint8_t *workspace, float *row_scales, int threads) {
-  quantized(x, stride, rows, inputs, w, scales, shifts, bias, y, y_stride, width, mode, workspace, row_scales, threads);
+                         const float *scales, const int32_t *starts, const float *bias, float *y, int64_t y_stride,
+                         int64_t width, int mode, uint8_t *workspace, float *input_scales, int threads) {
+  quantized(x, stride, rows, inputs, w, scales, starts, bias, y, y_stride, width, mode, workspace, input_scales, threads);
 }
 void matmul_int8_bfloat16(const bf16 *x, int64_t stride, int64_t rows, int64_t inputs, const int8_t *w,
-                          const float *scales, const int32_t *shifts, const bf16 *bias, bf16 *y, int64_t y_stride,
-                          int64_t width, int mode, uint8_t *workspace, float *row_scales, int threads) {
-  quantized(x, stride, rows, inputs, w, scales, shifts, bias, y, y_stride, width, mode, workspace, row_scales, threads);
+                          const float *scales, const int32_t *starts, const bf16 *bias, bf16 *y, int64_t y_stride,
+                          int64_t width, int mode, uint8_t *workspace, float *input_scales, int threads) {
+  quantized(x, stride, rows, inputs, w, scales, starts, bias, y, y_stride, width, mode, workspace, input_scales, threads);
 }
 
 }  // extern "C"

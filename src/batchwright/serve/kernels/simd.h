@@ -21,6 +21,7 @@ constexpr int kLanes = 16;
 
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint8_t Bytes __attribute__((vector_size(16)));
 
 struct bf16 {
   uint16_t bits;

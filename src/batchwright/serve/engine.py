@@ -12,9 +12,7 @@ from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from threading import RLock
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
-
-import torch
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, Unpack
 
 from batchwright.errors import ConfigError, RequestError
 from batchwright.policy.continuous import Continuous
@@ -23,11 +21,12 @@ from batchwright.policy.types import Dropped, ItemOutcome, Refused, Request, Sch
 from batchwright.records import FinishReason, Recorder
 from batchwright.serve.executor import Executor, TorchExecutor
 from batchwright.serve.live import LiveRequest
+from batchwright.serve.model import Decoder
 from batchwright.serve.outputs import Completion, Output, completed
 from batchwright.serve.prompts import Params, Prompt, as_prompts, paired, token_ids, tokenizer_of
 from batchwright.serve.sampling import Sampled, SamplingParams
 from batchwright.serve.stepping import Step, Stepper
-from batchwright.serve.weights import LoadedModel, load
+from batchwright.serve.weights import LoadedModel, LoadOptions, load
 
 Policy = Callable[[Memory], Scheduler]
 
@@ -65,12 +64,17 @@ class _Delivery(NamedTuple):
 class Engine:
     """Generates text with one model under one batching policy.
 
-    `model`: a loaded model, or what `weights.load` takes (`dtype` bfloat16 and `device` "cpu" by default).
+    `model`: a loaded model, or what `weights.load` takes, with `options` for it (`dtype` bfloat16 and `device` "cpu" by
+    default).
     `policy(memory)` makes the scheduler. `memory` is 1 GiB of KV cache by default. `clock` and `executor` can be
     replaced. Threads may share an engine: calls take turns, and requests of all threads run in the same batches.
 
     `recorder(page_size, origin)` makes the recorder. By default that keeps the newest 1,000 requests and as many
     steps, so that an engine may live for ever; to measure, give `partial(Recorder, "my run")`, which keeps all.
+
+    `deterministic`: what a request gets is the same, bit for bit, in any batch, after preemption, however its prompt is
+    cut and cached. With our own kernels that costs nothing; where they cannot run, every position is computed by
+    itself, which is many times slower. A request drawn at random then needs a seed of its own.
 
     Where the executor overlaps (on CUDA), a step is planned while the one before runs, and has begun when that one's
     outputs are handed out.
@@ -86,17 +90,17 @@ class Engine:
         policy: Policy = Continuous,
         *,
         memory: Memory | None = None,
-        dtype: torch.dtype | str | None = None,
-        device: str | torch.device | None = None,
+        deterministic: bool = False,
         clock: Callable[[], float] = time.perf_counter,
-        executor: Callable[[Any, Memory], Executor] = TorchExecutor,
+        executor: Callable[[Any, Memory], Executor] | None = None,
         recorder: Callable[[int, float], Recorder] = NEWEST_RECORDS,
+        **options: Unpack[LoadOptions],
     ) -> None:
-        self.model = _loaded(model, dtype, device)
+        self.model = _loaded(model, options, deterministic=deterministic)
         self.memory = memory or default_memory(self.model)
         _check_context(self.model, self.memory)
         self.scheduler = _scheduler(policy, self.memory)
-        self.executor = executor(self.model.decoder, self.memory)
+        self.executor = (executor or _executor(deterministic=deterministic))(self.model.decoder, self.memory)
         self._clock = clock
         self._lock = RLock()  # over all state
         self._delivering = RLock()  # outputs are delivered in order, and without holding up other threads' submits
@@ -439,15 +443,22 @@ def default_memory(model: LoadedModel, page_size: int = 16, num_bytes: int = DEF
     return Memory(max(1, num_tokens // page_size), page_size, shape.context)
 
 
-def _loaded(
-    model: LoadedModel | str | Path, dtype: torch.dtype | str | None, device: str | torch.device | None
-) -> LoadedModel:
+def _loaded(model: LoadedModel | str | Path, options: LoadOptions, *, deterministic: bool) -> LoadedModel:
     if not isinstance(model, LoadedModel):
-        return load(model, dtype or torch.bfloat16, device or "cpu")
-    if dtype is not None or device is not None:
-        asked = f"run {model.name} with dtype={dtype}, device={device}"
+        return load(model, deterministic=deterministic, **options)
+    if options:
+        asked = f"run {model.name} with {', '.join(f'{name}={value}' for name, value in options.items())}"
         raise ConfigError(asked, "it is loaded already, so they would have no effect", "give them to weights.load")
     return model
+
+
+def _executor(*, deterministic: bool) -> Callable[[Decoder, Memory], Executor]:
+    """Of a deterministic engine: one that need not take every position by itself only if its operators allow it."""
+
+    def make(decoder: Decoder, memory: Memory) -> Executor:
+        return TorchExecutor(decoder, memory, one_at_a_time=deterministic and not decoder.ops.invariant)
+
+    return make
 
 
 def _scheduler(policy: Policy, memory: Memory) -> Scheduler:

@@ -64,10 +64,14 @@ class TorchExecutor:
     On CUDA it overlaps: kernels are queued, and `result` waits for what they sampled. On a CPU torch's calls return
     when their work is done, and a thread that made them in the background would fight the planning one for the
     interpreter: `start` there does nearly all, and nothing is gained by planning ahead.
+
+    `one_at_a_time`: every position takes a forward of its own, so that what it gets depends, bit for bit, on its own
+    context alone. That is what is left where a decoder's operators are not invariant, and is slow.
     """
 
-    def __init__(self, decoder: Decoder, memory: Memory) -> None:
+    def __init__(self, decoder: Decoder, memory: Memory, *, one_at_a_time: bool = False) -> None:
         self._decoder = decoder
+        self._one_at_a_time = one_at_a_time
         self.kv = PagedKV(decoder.shape, memory, decoder.dtype, decoder.device)
         self.overlaps = decoder.device.type == "cuda"
         self._sequences = Sequences()
@@ -83,13 +87,28 @@ class TorchExecutor:
         spans = [RowSpan(chunk.start, chunk.num_tokens + chunk.padding, chunk.pages) for chunk in plan.chunks]
         self.kv.clear(page for span in spans for page in span.begun_page(self.kv.page_size))
         order = layout_order(spans)
-        decoder = self._decoder
-        layout = decoder.ops.layout([spans[index] for index in order], self.kv, decoder.shape, decoder.freq_C)
+        ordered = [spans[index] for index in order]
         feed = self._sequences.feed([plan.chunks[index] for index in order])
-        device = decoder.device
-        tokens_T = torch.tensor(list(chain.from_iterable(feed.tokens)), device=device)
-        rows_R = torch.tensor(feed.rows, dtype=torch.int64, device=device)
-        return TorchPending(decoder.forward(tokens_T, layout.attend, rows_R), feed)
+        tokens = list(chain.from_iterable(feed.tokens))
+        return TorchPending((self._singly if self._one_at_a_time else self._forward)(ordered, tokens, feed.rows), feed)
+
+    def _forward(self, rows: Sequence[RowSpan], tokens: Sequence[int], sampling: Sequence[int]) -> Tensor:
+        """logits_RV of the positions `sampling`, counted over those of all rows."""
+        decoder = self._decoder
+        layout = decoder.ops.layout(rows, self.kv, decoder.shape, decoder.freq_C)
+        tokens_T = torch.tensor(tokens, device=decoder.device)
+        rows_R = torch.tensor(sampling, dtype=torch.int64, device=decoder.device)
+        return decoder.forward(tokens_T, layout.attend, rows_R)
+
+    def _singly(self, rows: Sequence[RowSpan], tokens: Sequence[int], sampling: Sequence[int]) -> Tensor:
+        """The same, with a forward for each position."""
+        positions = [RowSpan(p, 1, row.table) for row in rows for p in range(row.start, row.context)]
+        wanted = set(sampling)
+        logits = [
+            self._forward([position], [token], [0] if index in wanted else [])
+            for index, (position, token) in enumerate(zip(positions, tokens, strict=True))
+        ]
+        return torch.cat(logits)
 
 
 class TorchPending:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -51,6 +51,15 @@ class LoadedModel:
     no_tokenizer: str
     eos_ids: tuple[int, ...]
     config: Mapping[str, Any]
+
+
+class LoadOptions(TypedDict, total=False):
+    """What an engine passes on to `load`."""
+
+    dtype: torch.dtype | str
+    device: str | torch.device
+    backend: Backend
+    quantization: Quantization | None
 
 
 def load(

@@ -42,6 +42,26 @@ def test_float32_tokens_equal_the_cpus_under_chunks_preemption_and_padding(
     assert expected == [completion.tokens for completion in run(path, "cuda", lambda m: static(m, 2), torch.float32)]
 
 
+def test_planned_ahead_or_not_stops_give_the_cpus_tokens(
+    make_checkpoint: Callable[..., Path],  # noqa: F811
+) -> None:
+    """A step is in flight between two calls, with rows of requests that turn out to have ended."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    path, params = make_checkpoint(), SamplingParams(max_tokens=40, stop_token_ids=tuple(range(0, 97, 9)))
+    there = Engine(str(path), crowded, memory=MEMORY, device="cpu", dtype=torch.float32)
+    here = Engine(str(path), crowded, memory=MEMORY, device="cuda", dtype=torch.float32)
+    expected = there.generate(PROMPTS, params)
+
+    assert here.executor.overlaps
+    assert [completion.tokens for completion in here.generate(PROMPTS, params)] == [one.tokens for one in expected]
+    assert {one.finish_reason for one in expected} >= {"stop"}
+    assert here.scheduler.load.num_in_flight == here.scheduler.load.pages_held == 0
+    for prompt in PROMPTS[:3]:
+        here.submit(prompt, params)
+    here.step()
+    assert here.scheduler.load.num_in_flight == 1
+
+
 def test_bfloat16_logprobs_are_near_float32s(make_checkpoint: Callable[..., Path]) -> None:  # noqa: F811
     """The first token's log-probabilities, before any choice can differ, are within 0.1."""
     path = make_checkpoint()

@@ -493,6 +493,13 @@ def test_an_id_that_is_live_is_refused() -> None:
     assert ends(engine) == {"a": "length"}
 
 
+def test_an_id_may_be_empty() -> None:
+    """It is text like any other."""
+    engine = real()
+    assert engine.submit([1, 2], forced(3), request_id="") == ""
+    assert [output.request_id for output in drain(engine)] == [""] * 3
+
+
 def test_dtype_and_device_of_a_loaded_model_are_settled() -> None:
     """Giving them again would have no effect, which is an error."""
     with pytest.raises(ConfigError, match="loaded already"):

@@ -164,7 +164,10 @@ class Engine:
         return request_id
 
     def abort(self, request_id: str) -> None:
-        """End a request now and free its pages, as soon as no step uses them; unknown and ended ids are ignored."""
+        """End a request now, and free its pages as soon as no step uses them; unknown and ended ids are ignored.
+
+        If nobody is left, this waits for the step that runs, if one does.
+        """
         self._abort(request_id)
         self._deliver()
         self._rest()
@@ -192,7 +195,9 @@ class Engine:
     # ---- running
 
     def step(self) -> list[Output] | None:
-        """Run at most one step; the outputs that it and the time that has passed brought. None: nothing could run now.
+        """Take at most one step to its end; the outputs that it and the time that has passed brought.
+
+        None: nothing runs, and nothing could run now.
 
         Outputs of requests with a callback go to that alone. Under static batching a group that is not full waits
         until `flush` says that no more will come.
@@ -290,8 +295,8 @@ class Engine:
         if plan is None:
             return None
         self.recorder.planned(plan, self.scheduler.load)
-        rows = [self._live[chunk.request_id] for chunk in plan.chunks if chunk.num_tokens and chunk.request_id]
-        return Step(plan, rows, self._clock)
+        ids = (chunk.request_id for chunk in plan.chunks if chunk.num_tokens)
+        return Step(plan, [self._live[request_id] for request_id in ids if request_id is not None], self._clock)
 
     def _began(self, step: Step) -> None:
         assert step.started is not None

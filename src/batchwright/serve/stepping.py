@@ -5,8 +5,8 @@
 
 What a step brought is looked at only after the next one has begun. So that one may hold rows of requests that have
 just ended, which are computed for nothing; and when a step fails, the one planned behind it, which counts on its
-tokens, is not run: it is void. Every plan is committed once. An interrupt, wherever it strikes, leaves what is under
-way as it is, and the next call goes on from there.
+tokens, is not run: it is void. Every plan is committed once. Wherever an interrupt strikes, the next call goes on from
+there; the step that it cut short, if any, is void too.
 """
 
 from collections import deque

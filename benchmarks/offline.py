@@ -25,7 +25,7 @@ from contest.contestants import CONTESTANTS, Contestant
 from contest.environments import is_made
 from contest.places import RESULTS, WORKLOAD
 from contest.race import Job, Race, race
-from contest.score import Reference
+from contest.score import scores
 from contest.table import table
 
 import batchwright
@@ -47,7 +47,7 @@ def main() -> None:
     outcome = race(contestants, jobs, dtype=arguments.dtype, threads=arguments.threads, repeats=arguments.repeats)
     result = facts | described_race(contestants, outcome)
     if arguments.nll:
-        result["nll"] = scores(jobs, outcome)
+        result["nll"] = scores(jobs, outcome.outputs, arguments.threads) if outcome.outputs else {}
     print("", *table(result), sep="\n")
     if not arguments.no_file:
         write(result, arguments.dtype)
@@ -61,7 +61,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every contestant")
     parser.add_argument("--requests", type=int, help="only the first so many of the workload, to see that all runs")
-    parser.add_argument("--nll", action="store_true", help="score everyone's outputs under our float32 decoder")
+    parser.add_argument("--nll", action="store_true", help="score everyone's outputs in float32")
     parser.add_argument("--no-file", action="store_true", help="write no result")
     parser.add_argument("--list", action="store_true", help="say who takes part, and run nothing")
     return parser.parse_args()
@@ -112,13 +112,6 @@ def described_race(contestants: Mapping[str, Contestant], outcome: Race) -> dict
         "absent": outcome.absent,
         "runs": outcome.runs,
     }
-
-
-def scores(jobs: Sequence[Job], outcome: Race) -> dict[str, float]:
-    """Each contestant's worst run."""
-    reference = Reference()
-    prompts = [prompt for prompt, _ in jobs]
-    return {name: max(reference.nll(prompts, output) for output in made) for name, made in outcome.outputs.items()}
 
 
 def write(result: Mapping[str, Any], dtype: str) -> None:

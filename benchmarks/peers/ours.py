@@ -5,6 +5,7 @@ outside the forward, and what a row takes that decodes alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -16,7 +17,7 @@ from batchwright import Engine, SamplingParams
 from batchwright.bench.summary import summarize
 from batchwright.policy.continuous import Continuous, ContinuousSettings
 from batchwright.policy.static import one_by_one, static
-from batchwright.records import StepRecord, row_kinds
+from batchwright.records import Recorder, StepRecord, row_kinds
 from batchwright.serve.engine import Policy
 from batchwright.serve.weights import LoadedModel, load
 
@@ -54,7 +55,7 @@ def prepare(setup: Setup, settings: Mapping[str, Any]) -> Run:
 
     def run(jobs: Sequence[Job]) -> Made:
         forwards.times.clear()
-        engine = Engine(model, policy, **settings["engine"])
+        engine = Engine(model, policy, recorder=partial(Recorder, "ours"), **settings["engine"])
         params = [SamplingParams(max_tokens=job.num_output, ignore_eos=True) for job in jobs]
         completions = engine.generate([job.prompt for job in jobs], params)
         figures = {name: value for name, value in measured(engine, forwards.times) if value is not None}
@@ -65,7 +66,7 @@ def prepare(setup: Setup, settings: Mapping[str, Any]) -> Run:
 
 def measured(engine: Engine, forwards: Sequence[tuple[float, float]]) -> Iterator[tuple[str, float | None]]:
     """Name and value of every figure; None where this policy gave no occasion to measure it."""
-    requests, steps = engine.recorder.requests, engine.recorder.steps
+    requests, steps = engine.recorder.complete()
     summary = summarize(requests, steps)
     yield "kv_waste", summary.kv_waste
     yield "steps", summary.num_steps

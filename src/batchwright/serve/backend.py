@@ -1,6 +1,7 @@
 """What a model is to run on: the target that a user names, and the operators that serve it.
 
-"auto" takes our own kernels on the CPUs on which they were measured to win, and torch's operators elsewhere.
+"auto" takes our own kernels on the CPUs on which they were measured to win, and torch's operators elsewhere. OpenVINO
+compiles a decoder as a whole (`openvino_executor`) and has no operators here.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from batchwright.facts.shape import ModelShape
 from batchwright.serve import native
 from batchwright.serve.ops import Ops, TorchOps
 
-Backend = Literal["auto", "native", "torch"]
+Backend = Literal["auto", "native", "torch", "openvino"]
 Quantization = Literal["int8"]
 
 
@@ -36,6 +37,21 @@ class Target:
             raise ConfigError(f"using quantization {self.quantization!r}", fact, "use that, or None")
         if self.quantization and self.device.type != "cpu":
             raise ConfigError(f"using int8 on {self.device}", "int8 runs on a CPU only", 'use device="cpu", or no int8')
+        if self.backend == "openvino":
+            self._check_openvino()
+
+    def _check_openvino(self) -> None:
+        if self.device.type != "cpu":
+            fact = f"OpenVINO's kernels run on a CPU here, and the device is {self.device}"
+            raise ConfigError('using backend "openvino"', fact, 'use device="cpu", or another backend')
+        if self.deterministic:
+            raise not_deterministic()
+
+
+def not_deterministic() -> ConfigError:
+    """OpenVINO was asked for equal bits in any company."""
+    fact = "a row's sums are added up in an order that depends on the other rows of its step"
+    return ConfigError('being deterministic with backend "openvino"', fact, 'use backend="native"')
 
 
 def ops_for(target: Target, shape: ModelShape) -> Ops:

@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 
 from batchwright.errors import BrokenWeights, ConfigError, InputError, MissingDependency, UnsupportedModel
-from batchwright.serve.backend import Backend, Quantization, Target, ops_for
+from batchwright.policy.pages import Memory
+from batchwright.serve.backend import Backend, Quantization, Target, not_deterministic, ops_for
 from batchwright.serve.checkpoint import SafetensorsSource, read_json
+from batchwright.serve.executor import Executor, TorchExecutor
 from batchwright.serve.gguf_file import GgufFile
 from batchwright.serve.gguf_model import GgufSource, config_of_gguf
 from batchwright.serve.gguf_tokenizer import from_gguf
 from batchwright.serve.model import Decoder, supported_shape, tensor_shapes
+from batchwright.serve.openvino_executor import PAGE_SIZE, OpenVinoDecoder, OpenVinoExecutor, check_installed
 from batchwright.serve.tokenizer import Tokenizer, from_directory
 
 DEFAULT = "smollm2"
@@ -32,6 +35,7 @@ DEFAULT = "smollm2"
 DTYPES = (torch.float32, torch.bfloat16)
 """What a model can be run in."""
 
+_PAGE_SIZE = 16
 _MALFORMED = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, OSError)
 _NUM_SUMMED_AT_ONCE = 32_000  # torch splits a sum over threads from 32,768 values
 _REPOSITORY_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -39,18 +43,37 @@ _REPOSITORY_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A decoder with what is needed to talk to it.
+    """A decoder with what is needed to run it and to talk to it.
 
-    `tokenizer` is None where the files have none that we can build, and `no_tokenizer` then says why. `eos_ids` end a
-    reply. `config` is as in `config.json`, also for a GGUF file.
+    `decoder`: a `model.Decoder`, or an `openvino_executor.OpenVinoDecoder`. `tokenizer` is None where the files
+    have none that we can build, and `no_tokenizer` then says why. `eos_ids` end a reply. `config` is as in
+    `config.json`, also for a GGUF file.
     """
 
     name: str
-    decoder: Decoder
+    decoder: Decoder | Any
     tokenizer: Tokenizer | None
     no_tokenizer: str
     eos_ids: tuple[int, ...]
     config: Mapping[str, Any]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page that its executor likes best; OpenVINO's takes no other."""
+        return PAGE_SIZE if isinstance(self.decoder, OpenVinoDecoder) else _PAGE_SIZE
+
+    def make_executor(self, memory: Memory, *, deterministic: bool = False) -> Executor:
+        """What runs plans with it, over pages laid out by `memory`.
+
+        `deterministic`: requests do not affect each other, bit for bit; one position at a time where the operators
+        need that. Raises ConfigError where OpenVINO is asked for that, or for pages of another size.
+        """
+        if not isinstance(self.decoder, OpenVinoDecoder):
+            is_slow = deterministic and not self.decoder.ops.invariant
+            return TorchExecutor(self.decoder, memory, one_at_a_time=is_slow)
+        if deterministic:
+            raise not_deterministic()
+        return OpenVinoExecutor(self.decoder, memory)
 
 
 class LoadOptions(TypedDict, total=False):
@@ -73,12 +96,13 @@ def load(
 ) -> LoadedModel:
     """`source`: a directory with config.json and safetensors, a .gguf file, or "smollm2". Nothing is downloaded.
 
-    `backend`: "native" (our kernels for a CPU), "torch", or "auto", which takes what was measured to be faster.
+    `backend`: "native" (our kernels for a CPU), "torch", or "auto", which takes what was measured to be faster of the
+    two; "openvino" runs OpenVINO's kernels on a CPU, needs the extra of that name, and has pages of 32 tokens.
     `quantization`: "int8" holds the projections' weights in half the memory and rounds their inputs to int8 as well.
     `deterministic`: prefer operators under which requests do not affect each other, for `Engine(deterministic=True)`.
 
-    Raises UnsupportedModel, BrokenWeights, MissingDependency (no embedded model), InputError (no such path), and
-    ConfigError for a dtype, device, backend or quantization that is not there.
+    Raises UnsupportedModel, BrokenWeights, MissingDependency (no embedded model, no OpenVINO), InputError (no such
+    path), and ConfigError for a dtype, device, backend or quantization that is not there.
     """
     known = _known_dtype(dtype)
     path = default_path() if str(source) == DEFAULT else _existing(source)
@@ -87,6 +111,8 @@ def load(
         fact = f"{path.name} is neither a directory of safetensors nor a .gguf file"
         raise UnsupportedModel(f"loading {source}", fact, "give safetensors or gguf only; pickles are never read")
     target = Target(known, _checked(device), backend, quantization, deterministic)
+    if backend == "openvino":
+        check_installed()
     try:
         return _load_gguf(path, target) if is_gguf else _load_directory(path, target)
     except _MALFORMED as error:
@@ -192,7 +218,7 @@ def _build(
     source: _Source,
     target: Target,
     freq_C: Tensor | None,
-) -> Decoder:
+) -> Decoder | OpenVinoDecoder:
     """The decoder that `config` describes; what the source lacks, or has in another shape, is an error beforehand."""
     sizes = supported_shape(config)
     if sizes.num_layers > len(source.shapes):  # before anything is made for each layer
@@ -212,8 +238,12 @@ def _build(
             raise BrokenWeights(f"loading {path}", f"tensor {name} holds infinities or NaNs", "fetch the weights again")
         return tensor.to(target.device)
 
-    ops = ops_for(target, sizes)
-    return Decoder(config, take, freq_C, in_pair_order=source.in_pair_order, ops=ops)
+    in_pair_order = source.in_pair_order
+    if target.backend == "openvino":
+        return OpenVinoDecoder(
+            config, take, freq_C, dtype=target.dtype, in_pair_order=in_pair_order, quantization=target.quantization
+        )
+    return Decoder(config, take, freq_C, in_pair_order=in_pair_order, ops=ops_for(target, sizes))
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -1,0 +1,254 @@
+"""Carries out plans with OpenVINO on a CPU: our plans and pages, its kernels.
+
+A plan's rows become sequences of the paged-attention operator: each chunk's useful positions one that reads and writes
+the row's own pages, and its dummy positions, like a dead row's, another that lives in the scratch page alone, so that
+what a policy wastes is executed and can touch nobody. `start` hands the step to OpenVINO's threads and returns.
+
+Costs: weights are held twice, as they were loaded and as the plugin packed them (the first of the two stays in the
+file where that is safetensors in the model's dtype). Pages hold keys and values in the model's dtype, never narrower.
+
+Shapes: T positions of the step, R of them sampled, L layers, P pages (scratch last), K key-value heads, S tokens per
+page, D head_dim, C = D/2 rotated pairs.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate, chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchwright.errors import ConfigError, MissingDependency
+from batchwright.policy.pages import Memory
+from batchwright.policy.types import Chunk, StepPlan
+from batchwright.serve.attention import RowSpan
+from batchwright.serve.model import Take, supported_shape
+from batchwright.serve.rope import frequencies
+from batchwright.serve.sampling import SamplingParams
+from batchwright.serve.sequences import Feed, RowResult, Sequences
+
+PAGE_SIZE = 32
+"""Tokens per page: the one size that the CPU plugin's operator knows."""
+
+SUPPORTED = ("2026.4",)
+"""Versions of OpenVINO that the tests were run with: the operator's inputs change between them, unannounced."""
+
+_PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_GROUP_SIZES = (64, 32)
+"""int8: inputs that share one scale. Smaller is closer to the weights' own rounding, larger is faster (docs/log.md)."""
+
+
+def check_installed() -> None:
+    """Raises MissingDependency unless a supported version of OpenVINO is installed."""
+    asked = 'using backend "openvino"'
+    try:
+        installed = version("openvino")
+    except PackageNotFoundError:
+        fact = "the package openvino is not installed"
+        raise MissingDependency(asked, fact, "run: pip install 'batchwright[openvino]'") from None
+    if not any(installed.startswith(f"{minor}.") for minor in SUPPORTED):
+        fact = f"openvino {installed} is installed; supported is {', '.join(SUPPORTED)}"
+        raise MissingDependency(asked, fact, f"run: pip install 'openvino=={SUPPORTED[-1]}.*'")
+
+
+class OpenVinoDecoder:
+    """A decoder compiled for this CPU; each executor runs its own requests of it."""
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        take: Take,
+        freq_C: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        in_pair_order: bool = False,
+        quantization: str | None = None,
+    ) -> None:
+        """`config`, `take`, `freq_C` and `in_pair_order` as for `model.Decoder`; it runs on as many threads as torch.
+
+        `quantization`: "int8" holds weights as int8 and rounds the inputs of products to int8 in groups.
+        Raises MissingDependency, UnsupportedModel, BrokenWeights, and ConfigError where the CPU lacks `dtype`.
+        """
+        check_installed()
+        import openvino
+
+        from batchwright.serve.openvino_graph import decoder_graph
+
+        self.shape = supported_shape(config)
+        self.dtype = dtype
+        self.freq_C = frequencies(config, self.shape.head_dim) if freq_C is None else freq_C
+        core = openvino.Core()
+        _check_precision(core, dtype)
+        graph = decoder_graph(config, take, in_pair_order=in_pair_order, quantization=quantization)
+        self._held = graph.held
+        self.compiled = core.compile_model(graph.model, "CPU", self._settings(quantization))
+        kind, dims = self._cache()
+        assert kind == _PRECISIONS[dtype] and dims == [self.shape.num_kv_heads, PAGE_SIZE, self.shape.head_dim]
+
+    def _settings(self, quantization: str | None) -> dict[str, Any]:
+        precision = _PRECISIONS[self.dtype]
+        widths = (self.shape.hidden, self.shape.intermediate, self.shape.num_heads * self.shape.head_dim)
+        group_size = next((size for size in _GROUP_SIZES if all(width % size == 0 for width in widths)), 0)
+        return {
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": group_size if quantization else 0,
+            "PERFORMANCE_HINT": "LATENCY",
+            "NUM_STREAMS": 1,
+            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        }
+
+    def _cache(self) -> tuple[str, list[int]]:
+        """Type and shape of a page that the plugin decided on."""
+        page = self.compiled.input("key_cache.0")
+        return page.element_type.get_type_name(), [page.partial_shape[axis].get_length() for axis in (1, 2, 3)]
+
+
+def _check_precision(core: Any, dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        fact = "this CPU has no bfloat16 products, and OpenVINO would compute in float32"
+        raise ConfigError('using backend "openvino" in bfloat16', fact, "load the model in float32")
+
+
+class OpenVinoPages:
+    """Keys and values for `memory.num_pages` pages and the scratch page, as the plugin lays them out."""
+
+    def __init__(self, decoder: OpenVinoDecoder, memory: Memory) -> None:
+        shape = decoder.shape
+        if memory.page_size != PAGE_SIZE:
+            asked, fact = f"running pages of {memory.page_size} tokens on OpenVINO", f"its pages hold {PAGE_SIZE}"
+            raise ConfigError(asked, fact, f"use Memory(..., page_size={PAGE_SIZE})")
+        self.scratch = memory.num_pages
+        self.pages_L2PKSD = torch.zeros(
+            shape.num_layers,
+            2,
+            memory.num_pages + 1,
+            shape.num_kv_heads,
+            PAGE_SIZE,
+            shape.head_dim,
+            dtype=decoder.dtype,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return self.pages_L2PKSD.nbytes
+
+    def clear(self, pages: Iterable[int]) -> None:
+        """Zero `pages` in every layer: the kernels read a page to its end, and what is masked must be finite."""
+        index = list(pages)
+        if index:
+            self.pages_L2PKSD.index_fill_(2, torch.tensor(index), 0)
+
+    def bind(self, request: Any) -> None:
+        """Let `request` work on these pages."""
+        from batchwright.serve.openvino_graph import as_openvino
+
+        for layer, (keys_PKSD, values_PKSD) in enumerate(self.pages_L2PKSD):
+            request.set_tensor(f"key_cache.{layer}", as_openvino(keys_PKSD))
+            request.set_tensor(f"value_cache.{layer}", as_openvino(values_PKSD))
+
+
+class OpenVinoExecutor:
+    """Runs plans with `decoder` over pages laid out by `memory`. Raises ConfigError for a page size other than 32."""
+
+    overlaps = True
+
+    def __init__(self, decoder: OpenVinoDecoder, memory: Memory) -> None:
+        self._last: OpenVinoPending | None = None
+        self._decoder = decoder
+        self.kv = OpenVinoPages(decoder, memory)
+        self._sequences = Sequences()
+        self._request = decoder.compiled.create_infer_request()
+        self.kv.bind(self._request)
+
+    def __del__(self) -> None:
+        """The pages must outlive a step that nobody waits for any more."""
+        if self._last is not None:
+            self._last.settle()
+
+    def add(self, request_id: str, tokens: Sequence[int], params: SamplingParams) -> None:
+        self._sequences.add(request_id, tokens, params)
+
+    def remove(self, request_id: str) -> None:
+        self._sequences.remove(request_id)
+
+    def start(self, plan: StepPlan) -> "OpenVinoPending":
+        if self._last is not None:
+            self._last.settle()
+        spans = [span for chunk in plan.chunks for span in useful_span(chunk)]
+        self.kv.clear(page for span in spans for page in span.begun_page(PAGE_SIZE))
+        feed = self._sequences.feed(plan.chunks)
+        rows = [span for chunk in plan.chunks for span in all_spans(chunk, self.kv.scratch)]
+        self._last = OpenVinoPending(self._request, feed, step_inputs(rows, feed, self._decoder.freq_C))
+        return self._last
+
+
+class OpenVinoPending:
+    """A step that OpenVINO's threads work on."""
+
+    def __init__(self, request: Any, feed: Feed, inputs: Mapping[str, Any]) -> None:
+        import openvino
+
+        self.feed = feed
+        self._request = request
+        self._inputs = inputs  # the step reads them where they are
+        for name, values in inputs.items():
+            request.set_tensor(name, openvino.Tensor(values, shared_memory=True))
+        request.start_async()
+        self._is_running = True
+
+    def settle(self) -> None:
+        """Wait for its end, whatever that is, if nobody did."""
+        if self._is_running:
+            with suppress(RuntimeError):
+                self._request.wait()
+            self._is_running = False
+
+    def logits(self) -> Tensor:
+        """Wait for logits_RV, which the next step overwrites. Raises RuntimeError if the step failed."""
+        try:
+            self._request.wait()
+        finally:
+            self._is_running = False
+        return torch.from_numpy(self._request.get_output_tensor().data)
+
+    @torch.inference_mode()
+    def result(self) -> list[RowResult]:
+        return self.feed.sample(self.logits())
+
+
+def useful_span(chunk: Chunk) -> tuple[RowSpan, ...]:
+    """What `chunk` computes for its request, in the request's pages; nothing for a dead row."""
+    return (RowSpan(chunk.start, chunk.num_tokens, chunk.pages),) if chunk.num_tokens else ()
+
+
+def all_spans(chunk: Chunk, scratch: int) -> tuple[RowSpan, ...]:
+    """That, and its dummy positions: as long a context, in the scratch page over and over."""
+    if not chunk.padding:
+        return useful_span(chunk)
+    wasted = RowSpan(chunk.start + chunk.num_tokens, chunk.padding, ())
+    num_pages = -(-wasted.context // PAGE_SIZE)
+    return (*useful_span(chunk), wasted._replace(table=(scratch,) * num_pages))
+
+
+def step_inputs(rows: Sequence[RowSpan], feed: Feed, freq_C: Tensor) -> dict[str, Any]:
+    """What the graph takes in, beside the pages, as numpy arrays by name; see `openvino_graph.decoder_graph`."""
+    blocks = [row.table[: -(-row.context // PAGE_SIZE)] for row in rows]
+    positions_T = torch.tensor([position for row in rows for position in range(row.start, row.context)])
+    angle_T11D = (positions_T[:, None] * freq_C).repeat(1, 2)[:, None, None, :]
+    ints = {
+        "tokens": list(chain.from_iterable(feed.tokens)),
+        "rows": feed.rows,
+        "past_lens": [row.start for row in rows],
+        "subsequence_begins": list(accumulate((row.num_positions for row in rows), initial=0)),
+        "block_indices": list(chain.from_iterable(blocks)),
+        "block_indices_begins": list(accumulate(map(len, blocks), initial=0)),
+        "max_context_len": max(row.context for row in rows),
+    }
+    arrays = {name: np.array(values, np.int32) for name, values in ints.items()}
+    return arrays | {"cos": angle_T11D.cos().numpy(), "sin": angle_T11D.sin().numpy()}

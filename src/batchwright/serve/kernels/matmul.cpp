@@ -18,12 +18,12 @@ constexpr int kChunk = 96;                   // rows that stay in a core's cache
 // What becomes of the sums. `gated`: a panel holds 16 gates and their 16 ups, and silu(gate) * up is stored.
 enum Mode { kStore = 0, kAdd = 1, kStoreFloat = 2, kGated = 3 };
 
-// Inputs whose products are added up before they join the sum of the ones before. One chain over all of a long row
-// of float32 would be twice as far off as the reference; of int8, a chain is what shares a scale.
+// Inputs whose products are added up before they join the sum of the ones before: the shorter, the less is lost to
+// rounding. Of int8, a chain is what shares a scale.
 template <class T>
 constexpr int64_t kChain = std::numeric_limits<int64_t>::max();
 template <>
-constexpr int64_t kChain<float> = 192;
+constexpr int64_t kChain<float> = 64;
 template <>
 constexpr int64_t kChain<int8_t> = 64;
 constexpr int64_t kGroup = kChain<int8_t>;

@@ -11,7 +11,7 @@ Shapes: T positions of the step, R of them sampled, L layers, P pages (scratch l
 page, D head_dim, C = D/2 rotated pairs.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate, chain
@@ -83,7 +83,7 @@ class OpenVinoDecoder:
         self.dtype = dtype
         self.freq_C = frequencies(config, self.shape.head_dim) if freq_C is None else freq_C
         core = openvino.Core()
-        _check_precision(core, dtype)
+        check_precision(core, dtype)
         graph = decoder_graph(config, take, in_pair_order=in_pair_order, quantization=quantization)
         self._held = graph.held
         self.compiled = core.compile_model(graph.model, "CPU", self._settings(quantization))
@@ -109,14 +109,18 @@ class OpenVinoDecoder:
         return page.element_type.get_type_name(), [page.partial_shape[axis].get_length() for axis in (1, 2, 3)]
 
 
-def _check_precision(core: Any, dtype: torch.dtype) -> None:
+def check_precision(core: Any, dtype: torch.dtype) -> None:
+    """Raises ConfigError where the CPU that `core` sees cannot compute in `dtype`."""
     if dtype == torch.bfloat16 and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         fact = "this CPU has no bfloat16 products, and OpenVINO would compute in float32"
         raise ConfigError('using backend "openvino" in bfloat16', fact, "load the model in float32")
 
 
 class OpenVinoPages:
-    """Keys and values for `memory.num_pages` pages and the scratch page, as the plugin lays them out."""
+    """Keys and values for `memory.num_pages` pages and the scratch page, as the plugin lays them out.
+
+    What a page held before may stay in it: the operator disregards what lies behind a row's context.
+    """
 
     def __init__(self, decoder: OpenVinoDecoder, memory: Memory) -> None:
         shape = decoder.shape
@@ -137,12 +141,6 @@ class OpenVinoPages:
     @property
     def num_bytes(self) -> int:
         return self.pages_L2PKSD.nbytes
-
-    def clear(self, pages: Iterable[int]) -> None:
-        """Zero `pages` in every layer: the kernels read a page to its end, and what is masked must be finite."""
-        index = list(pages)
-        if index:
-            self.pages_L2PKSD.index_fill_(2, torch.tensor(index), 0)
 
     def bind(self, request: Any) -> None:
         """Let `request` work on these pages."""
@@ -180,10 +178,8 @@ class OpenVinoExecutor:
     def start(self, plan: StepPlan) -> "OpenVinoPending":
         if self._last is not None:
             self._last.settle()
-        spans = [span for chunk in plan.chunks for span in useful_span(chunk)]
-        self.kv.clear(page for span in spans for page in span.begun_page(PAGE_SIZE))
         feed = self._sequences.feed(plan.chunks)
-        rows = [span for chunk in plan.chunks for span in all_spans(chunk, self.kv.scratch)]
+        rows = [span for chunk in plan.chunks for span in spans_of(chunk, self.kv.scratch)]
         self._last = OpenVinoPending(self._request, feed, step_inputs(rows, feed, self._decoder.freq_C))
         return self._last
 
@@ -222,22 +218,17 @@ class OpenVinoPending:
         return self.feed.sample(self.logits())
 
 
-def useful_span(chunk: Chunk) -> tuple[RowSpan, ...]:
-    """What `chunk` computes for its request, in the request's pages; nothing for a dead row."""
-    return (RowSpan(chunk.start, chunk.num_tokens, chunk.pages),) if chunk.num_tokens else ()
-
-
-def all_spans(chunk: Chunk, scratch: int) -> tuple[RowSpan, ...]:
-    """That, and its dummy positions: as long a context, in the scratch page over and over."""
-    if not chunk.padding:
-        return useful_span(chunk)
-    wasted = RowSpan(chunk.start + chunk.num_tokens, chunk.padding, ())
-    num_pages = -(-wasted.context // PAGE_SIZE)
-    return (*useful_span(chunk), wasted._replace(table=(scratch,) * num_pages))
+def spans_of(chunk: Chunk, scratch: int) -> list[RowSpan]:
+    """What `chunk` computes in its row's pages; then its dummy positions, with as long a context, all of it scratch."""
+    useful = RowSpan(chunk.start, chunk.num_tokens, chunk.pages)
+    wasted = RowSpan(useful.context, chunk.padding, ())
+    table = (scratch,) * -(-wasted.context // PAGE_SIZE)
+    return [span for span in (useful, wasted._replace(table=table)) if span.num_positions]
 
 
 def step_inputs(rows: Sequence[RowSpan], feed: Feed, freq_C: Tensor) -> dict[str, Any]:
     """What the graph takes in, beside the pages, as numpy arrays by name; see `openvino_graph.decoder_graph`."""
+    assert sum(map(len, feed.tokens)) == sum(row.num_positions for row in rows), "each position has a token"
     blocks = [row.table[: -(-row.context // PAGE_SIZE)] for row in rows]
     positions_T = torch.tensor([position for row in rows for position in range(row.start, row.context)])
     angle_T11D = (positions_T[:, None] * freq_C).repeat(1, 2)[:, None, None, :]

@@ -90,6 +90,11 @@ class OpenVinoDecoder:
         kind, dims = self._cache()
         assert kind == _PRECISIONS[dtype] and dims == [self.shape.num_kv_heads, PAGE_SIZE, self.shape.head_dim]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights as they were given to OpenVINO; it packs copies of those that it multiplies with."""
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in self._held}.values())
+
     def _settings(self, quantization: str | None) -> dict[str, Any]:
         precision = _PRECISIONS[self.dtype]
         widths = (self.shape.hidden, self.shape.intermediate, self.shape.num_heads * self.shape.head_dim)

@@ -131,6 +131,7 @@ def result(**runs):
         "bandwidth": 1e9,
         "weight_bytes": 1e8,
         "notes": {},
+        "contestants": {name: {"tried": [{"settings": {}}]} for name in runs},
         "reads_plain_weights": [],
         "absent": {},
     }
@@ -152,6 +153,13 @@ def test_the_table_says_who_is_absent_and_what_outputs_are_worth():
 
     assert list(table.table(content))[1].endswith("   0.5000")
     assert list(table.table(content))[-1] == "gone is absent: no compiler"
+
+
+def test_the_table_says_which_of_several_settings_ran_and_what_to_know_of_it():
+    content = result(peer=[1.0]) | {"notes": {"peer": "4-bit weights"}}
+    content["contestants"]["peer"]["tried"] = [{"settings": {"slots": 8}}, {"settings": {"slots": 4}}]
+
+    assert list(table.table(content))[1].endswith("  4-bit weights  slots=8")
 
 
 def test_a_row_alone_is_held_against_the_bandwidth_only_where_it_reads_plain_weights():

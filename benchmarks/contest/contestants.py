@@ -69,7 +69,11 @@ CONTESTANTS: dict[str, Contestant] = {
         note="4-bit weights, KV cache in float16",
     ),
     "openvino-genai": Contestant(
-        worker="openvino_genai_cb.py", environment="openvino-genai", form="openvino", tries=_SCHEDULERS
+        worker="openvino_genai_cb.py",
+        environment="openvino-genai",
+        form="openvino",
+        tries=_SCHEDULERS,
+        note="KV cache in 8 bits unless in dtype",
     ),
     "openvino-genai-int8": Contestant(
         worker="openvino_genai_cb.py",
@@ -77,7 +81,7 @@ CONTESTANTS: dict[str, Contestant] = {
         form="openvino-int8",
         tries=_SCHEDULERS,
         dtypes=("bfloat16",),
-        note="8-bit weights",
+        note="8-bit weights, KV cache in 8 bits unless in dtype",
     ),
     "vllm-eager": Contestant(
         worker="vllm_cpu.py", environment="vllm", form="checkpoint", tries=({"enforce_eager": True},)

@@ -21,12 +21,22 @@ def table(result: Mapping[str, Any]) -> Iterator[str]:
     base = [run["seconds"] for run in runs.get(BASE, ())]
     for name, its_runs in runs.items():
         score = f"{nll[name]:9.4f}" if name in nll else ""
-        note = f"  {result['notes'][name]}" if name in result["notes"] else ""
+        note = "".join(f"  {remark}" for remark in _remarks(result, name))
         line = f"{name:26}{_speeds(its_runs)}{_ratio(base, its_runs):>13}{_roofline(result, its_runs):10.1%}"
         yield f"{line}{score}{note}"
     yield from _own_figures(result)
     for name, reason in result["absent"].items():
         yield f"{name} is absent: {reason}"
+
+
+def _remarks(result: Mapping[str, Any], name: str) -> Iterator[str]:
+    """What a reader must know, and which of several settings was the fastest."""
+    if note := result["notes"].get(name):
+        yield note
+    tried = result["contestants"][name]["tried"]
+    if len(tried) > 1:
+        settings = tried[0]["settings"]
+        yield ", ".join(f"{key}={value}" for key, value in settings.items()) or "the library's defaults"
 
 
 def _speeds(runs: Sequence[Mapping[str, float]]) -> str:

@@ -53,8 +53,7 @@ class Worker:
         finally:
             timer.cancel()
         if not line:
-            self._process.wait()
-            raise Absent(f"its process ended: {last_words(self._log)}")
+            raise Absent(f"its process ended with {self._process.wait()}: {last_words(self._log)}")
         self._signal(signal.SIGSTOP)
         return json.loads(line)
 

@@ -24,7 +24,6 @@ from batchwright.serve.rope import rotations
 
 _LANES = 16
 _NEEDED = {torch.bfloat16: "avx512_bf16", torch.float32: "avx512f"}
-_BETTER_ELSEWHERE = "amx_bf16"  # torch's own operators use its matrix units, and these do not
 
 
 def why_not(dtype: torch.dtype, device: torch.device, shape: ModelShape | None = None) -> str:
@@ -42,8 +41,7 @@ def why_not(dtype: torch.dtype, device: torch.device, shape: ModelShape | None =
 
 def is_faster(dtype: torch.dtype) -> bool:
     """Whether this CPU is of a kind on which they were measured to win: docs/decisions/0006."""
-    features = cpu_features()
-    return _NEEDED[dtype] in features and _BETTER_ELSEWHERE not in features
+    return _NEEDED[dtype] in cpu_features()
 
 
 class NativeOps:

@@ -26,6 +26,7 @@ GROUP = 64
 """Inputs that share a scale in an int8 product."""
 
 _ROWS_HINT = 32
+_ROWS_QUANTIZED_AT_ONCE = 2048
 _EXACT_INPUTS = 192
 
 
@@ -92,8 +93,13 @@ class Int8Linear:
 def quantized(x_NK: Tensor) -> tuple[Tensor, Tensor]:
     """int8 steps of each row, the largest at 127, and scales_N: what a step stands for, in float32.
 
-    A row that holds an infinity or a NaN has the scale NaN.
+    A row that holds an infinity or a NaN has the scale NaN. By portions of rows, because float32 is large.
     """
+    portions = [_quantized(part) for part in x_NK.split(_ROWS_QUANTIZED_AT_ONCE)]
+    return torch.cat([steps for steps, _ in portions]), torch.cat([scales for _, scales in portions])
+
+
+def _quantized(x_NK: Tensor) -> tuple[Tensor, Tensor]:
     x_NK = x_NK.float()
     largest_N = x_NK.abs().amax(1)
     whole_N = largest_N.isfinite()

@@ -75,6 +75,17 @@ class Decoder:
         """Of the weights, as they are held. The embedding is held plain, for look-ups, also where the head is tied."""
         return self._embedding_VE.nbytes + self._head.num_bytes + sum(layer.num_bytes for layer in self._layers)
 
+    def workspace_bytes(self, num_positions: int, num_rows: int) -> int:
+        """Most that a forward holds beside weights and pages, for `num_positions`, and logits for `num_rows` of them.
+
+        Of a layer that is the residual and its norm, then either queries, keys, values and output, or the MLP's width.
+        Counted for our kernels; torch's operators keep more (docs/log.md).
+        """
+        shape = self.shape
+        heads = 2 * shape.num_heads + 2 * shape.num_kv_heads
+        per_position = 2 * shape.hidden + max(heads * shape.head_dim, shape.intermediate)
+        return num_positions * per_position * self.dtype.itemsize + num_rows * shape.vocab * 4
+
     @torch.inference_mode()
     def forward(self, tokens_T: Tensor, attend: Attend, logit_rows_R: Tensor) -> Tensor:
         """logits_RV in float32, in the order of `logit_rows_R` (int64, may be empty).

@@ -36,7 +36,7 @@ from batchwright.studies.roofline import measure_hardware
 def main() -> None:
     """Measure, print, write."""
     arguments = parsed()
-    contestants = {name: CONTESTANTS[name] for name in arguments.only if arguments.dtype in CONTESTANTS[name].dtypes}
+    contestants = {name: CONTESTANTS[name] for name in arguments.only}
     if arguments.list:
         print("\n".join(described(name, contestant) for name, contestant in contestants.items()))
         return
@@ -57,14 +57,19 @@ def parsed() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, metavar="NAME")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every contestant")
     parser.add_argument("--requests", type=int, help="only the first so many of the workload, to see that all runs")
     parser.add_argument("--nll", action="store_true", help="score everyone's outputs in float32")
     parser.add_argument("--no-file", action="store_true", help="write no result")
     parser.add_argument("--list", action="store_true", help="say who takes part, and run nothing")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    able = [name for name, contestant in CONTESTANTS.items() if arguments.dtype in contestant.dtypes]
+    arguments.only = arguments.only or able
+    if unable := [name for name in arguments.only if name not in able]:
+        parser.error(f"{', '.join(unable)} cannot run in {arguments.dtype}: leave it out, or choose another --dtype")
+    return arguments
 
 
 def described(name: str, contestant: Contestant) -> str:

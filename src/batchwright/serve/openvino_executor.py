@@ -11,8 +11,8 @@ Shapes: T positions of the step, R of them sampled, L layers, P pages (scratch l
 page, D head_dim, C = D/2 rotated pairs.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate, chain
 from typing import Any
@@ -37,6 +37,9 @@ SUPPORTED = ("2026.4",)
 """Versions of OpenVINO that the tests were run with: the operator's inputs change between them, unannounced."""
 
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_NUM_FOR_ALL_THREADS = 1 << 24
+"""Logits from which sampling is long enough (some milliseconds) to be shared among torch's threads."""
+
 _GROUP_SIZES = (64, 32)
 """int8: inputs that share one scale. Smaller is closer to the weights' own rounding, larger is faster (docs/log.md)."""
 
@@ -106,6 +109,7 @@ class OpenVinoDecoder:
             "PERFORMANCE_HINT": "LATENCY",
             "NUM_STREAMS": 1,
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+            "ENABLE_CPU_PINNING": False,  # a pinned thread waits for its core, whoever is on it
         }
 
     def _cache(self) -> tuple[str, list[int]]:
@@ -185,7 +189,9 @@ class OpenVinoExecutor:
             self._last.settle()
         feed = self._sequences.feed(plan.chunks)
         rows = [span for chunk in plan.chunks for span in spans_of(chunk, self.kv.scratch)]
-        self._last = OpenVinoPending(self._request, feed, step_inputs(rows, feed, self._decoder.freq_C))
+        with one_thread():
+            inputs = step_inputs(rows, feed, self._decoder.freq_C)
+        self._last = OpenVinoPending(self._request, feed, inputs)
         return self._last
 
 
@@ -220,7 +226,20 @@ class OpenVinoPending:
 
     @torch.inference_mode()
     def result(self) -> list[RowResult]:
-        return self.feed.sample(self.logits())
+        logits_RV = self.logits()
+        with one_thread() if logits_RV.numel() < _NUM_FOR_ALL_THREADS else nullcontext():
+            return self.feed.sample(logits_RV)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch works on this thread alone: its others would spin on cores that OpenVINO's threads are about to need."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def spans_of(chunk: Chunk, scratch: int) -> list[RowSpan]:

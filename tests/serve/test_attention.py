@@ -55,7 +55,6 @@ def worst(spans: Sequence[RowSpan], layer: int = 1, dtype: torch.dtype = torch.f
     pages = Pages(dtype)
     rows = [spans[index] for index in layout_order(spans)]
     pasts = [pages.past(row, layer) for row in rows]
-    pages.kv.clear(page for row in rows for page in row.begun_page(PAGE_SIZE))
     num_positions = sum(row.num_positions for row in rows)
     q_THD = random(num_positions, shape().num_heads, shape().head_dim, dtype=dtype)
     k_TKD, v_TKD = (random(num_positions, pages.kv.num_heads, shape().head_dim, dtype=dtype) for _ in "kv")

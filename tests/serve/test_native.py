@@ -131,10 +131,8 @@ def attended(
     num_values = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     if past:
         ordered = [past[i] for i in layout_order(past)]
-        kv.clear(page for row in ordered for page in row.begun_page(kv.page_size))
         num_past = sum(row.num_positions for row in ordered)
         ops.layout(ordered, kv, shape, freq_C).attend(layer, random(num_past, num_values, dtype=kv.pages_LPMSD.dtype))
-    kv.clear(page for row in rows for page in row.begun_page(kv.page_size))
     num_now = sum(row.num_positions for row in rows)
     return ops.layout(rows, kv, shape, freq_C).attend(
         layer, random(num_now, num_values, dtype=kv.pages_LPMSD.dtype, seed=1)
@@ -222,7 +220,6 @@ def test_a_prompts_outputs_are_the_same_bits_however_it_is_cut(dtype: torch.dtyp
             rows = [RowSpan(start, len(part_TF), tuple(range(10)))]
             rows += [RowSpan(0, 3, (20 + i,)) for i in range(company)]
             beside_TF = random(3 * company, 160, dtype=dtype, seed=start)
-            kv.clear(rows[0].begun_page(16))
             both_TF = torch.cat([part_TF, beside_TF])
             outputs.append(NativeOps().layout(rows, kv, SHAPE, freq_C).attend(0, both_TF)[: len(part_TF)])
             start += len(part_TF)

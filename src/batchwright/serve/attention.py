@@ -69,6 +69,7 @@ class StepLayout:
 
     def __init__(self, rows: Sequence[RowSpan], kv: PagedKV, num_heads: int, freq_C: Tensor) -> None:
         self._kv, self._num_heads = kv, num_heads
+        kv.clear(page for row in rows for page in row.begun_page(kv.page_size))
         device = kv.pages_LPMSD.device
         num_decodes = sum(row.num_positions == 1 for row in rows)
         assert all(row.num_positions == 1 for row in rows[:num_decodes]), "decodes come first"

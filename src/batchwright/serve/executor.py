@@ -85,7 +85,6 @@ class TorchExecutor:
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> "TorchPending":
         spans = [RowSpan(chunk.start, chunk.num_tokens + chunk.padding, chunk.pages) for chunk in plan.chunks]
-        self.kv.clear(page for span in spans for page in span.begun_page(self.kv.page_size))
         order = layout_order(spans)
         ordered = [spans[index] for index in order]
         feed = self._sequences.feed([plan.chunks[index] for index in order])

@@ -1,8 +1,9 @@
 """The tensors behind the page pool: keys and values of every layer, in pages.
 
 A page holds `page_size` tokens, head by head, so that gathering a row's pages gives each head one contiguous
-(tokens x head_dim) matrix. One page beyond the pool is scratch: rows that hold no page write there. A page is
-zeroed when a row begins to fill it, so that what it has not written yet is finite and a mask suffices to hide it.
+(tokens x head_dim) matrix; our kernels lay the same bytes out in their own order (kernels/attention.cpp). One page
+beyond the pool is scratch: rows that hold no page write there. When a row begins to fill a page, what it has not
+written yet is zeroed, so that it is finite and a mask suffices to hide it.
 
 Shapes: L layers, P pages (scratch last), M = 2K heads (keys, then values), S tokens per page, D head_dim.
 """

@@ -34,6 +34,7 @@ struct Tile {
   const int32_t *pages;
   int64_t first;                            // position of the step
   int start, count;                         // positions of the row
+  int row_start, row_end;                   // of the whole chunk
 };
 
 std::vector<Tile> tiles_of(const int32_t *rows, int64_t num_rows, const int32_t *tables) {
@@ -41,7 +42,8 @@ std::vector<Tile> tiles_of(const int32_t *rows, int64_t num_rows, const int32_t 
   for (int64_t row = 0; row < num_rows; ++row) {
     const int32_t *fields = rows + row * kFields;
     for (int from = 0; from < fields[1]; from += kTile)
-      tiles.push_back({tables + fields[3], fields[0] + from, fields[2] + from, std::min(kTile, fields[1] - from)});
+      tiles.push_back({tables + fields[3], fields[0] + from, fields[2] + from, std::min(kTile, fields[1] - from),
+                       fields[2], fields[2] + fields[1]});
   }
   return tiles;
 }
@@ -53,6 +55,22 @@ inline void rotated(T *head, const float *turns, int dim) {
     const float a = widened(head[i]), b = widened(head[i + 1]), cosine = turns[i], sine = turns[i + 1];
     put(head + i, a * cosine - b * sine);
     put(head + i + 1, a * sine + b * cosine);
+  }
+}
+
+// What a page that a chunk has begun, and not filled, holds beyond the chunk: its weights are 0, but 0 * NaN is not.
+template <class T>
+void blank_tail(const Shape &shape, const Tile &tile, T *pages) {
+  constexpr int width = Lane<T>::width;
+  const int used = tile.row_end % shape.size;
+  if (tile.start + tile.count < tile.row_end || !used || tile.row_end - used < tile.row_start) return;
+  T *page = pages + tile.pages[tile.row_end / shape.size] * shape.page();
+  for (int head = 0; head < shape.kv_heads; ++head) {
+    T *values = page + head * shape.head() + shape.size * shape.dim;
+    const int whole = (used + width - 1) / width * width;
+    std::fill(values + whole * shape.dim, values + shape.size * shape.dim, T{});
+    for (int i = used; i < whole; ++i)
+      for (int d = 0; d < shape.dim; ++d) values[(i / width * shape.dim + d) * width + i % width] = T{};
   }
 }
 
@@ -307,7 +325,10 @@ void step(T *qkv, const float *turns, T *pages, T *out, const int32_t *rows, int
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < num_tiles; ++i) store(shape, tiles[i], turns, qkv, pages);
+    for (int64_t i = 0; i < num_tiles; ++i) {
+      blank_tail(shape, tiles[i], pages);
+      store(shape, tiles[i], turns, qkv, pages);
+    }
     Task<T> task(shape);
 #pragma omp for schedule(dynamic, 4)
     for (int64_t i = 0; i < num_tiles * kv_heads; ++i) {

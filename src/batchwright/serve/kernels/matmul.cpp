@@ -13,6 +13,7 @@ namespace {
 constexpr int kVectors = 2;                  // of outputs in a panel
 constexpr int kPanel = kVectors * kLanes;    // outputs in a panel
 constexpr int kRows = 12;                    // rows that meet a panel at once: 24 sums, 2 weights, 1 input
+constexpr int kSequential = 2;               // rows up to which the CPU, which then only reads, fetches by itself
 constexpr int kChunk = 96;                   // rows that stay in a core's cache while the panels pass
 
 // What becomes of the sums. `gated`: a panel holds 16 gates and their 16 ups, and silu(gate) * up is stored.
@@ -45,8 +46,8 @@ inline void products(const X *x, int64_t stride, int64_t from, int64_t to, const
     typename L::Vector weights[kVectors];
     for (int n = 0; n < kVectors; ++n) weights[n] = load<typename L::Vector>(w + k * kPanel + n * kLanes * L::width);
     const char *line = next + k / L::width * ahead;
-    __builtin_prefetch(line, 0, 2);
-    if (ahead > 64) __builtin_prefetch(line + 64, 0, 2);
+    if (ahead) __builtin_prefetch(line, 0, 3);
+    if (ahead > 64) __builtin_prefetch(line + 64, 0, 3);
     for (int m = 0; m < M; ++m) {
       const auto inputs = L::splat(x + m * stride + k);
       for (int n = 0; n < kVectors; ++n) sums[m][n] = L::add(sums[m][n], weights[n], inputs);
@@ -137,8 +138,7 @@ template <class T, class X, class Y>
 void matmul(const X *x, int64_t stride, int64_t rows, int64_t inputs, const T *w, const Out<Y> &out, int64_t panels,
             int threads) {
   const int64_t chunks = (rows + kChunk - 1) / kChunk;
-  int64_t share = panels / (threads * 4);
-  if (share < 1) share = 1;
+  const int64_t share = panels > threads ? panels / threads : 1;  // in a row: the next panel is one's own
   const int64_t shares = (panels + share - 1) / share;
 #pragma omp for collapse(2) schedule(dynamic, 1)
   for (int64_t chunk = 0; chunk < chunks; ++chunk)
@@ -149,7 +149,7 @@ void matmul(const X *x, int64_t stride, int64_t rows, int64_t inputs, const T *w
       for (int64_t panel = s * share; panel < end; ++panel) {
         const T *here = w + panel * kPanel * inputs;
         const char *next = reinterpret_cast<const char *>(here + kPanel * inputs);
-        const int64_t ahead = kVectors * 64 / parts, fetched = inputs / Lane<T>::width * ahead;
+        const int64_t ahead = count > kSequential ? kVectors * 64 / parts : 0, fetched = inputs / Lane<T>::width * ahead;
         for (int64_t part = 0; part < parts; ++part) {
           const int64_t from = first + count * part / parts, to = first + count * (part + 1) / parts;
           Floats values[kRows][kVectors];

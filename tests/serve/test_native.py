@@ -120,6 +120,18 @@ def shape_of(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelShape:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("width", [1, 15, 16, 1000, 1024, 1040, 5000])
+def test_the_likeliest_token_of_each_row(width: int, target: str) -> None:
+    """The first of equals; NaN counts as highest, wherever it is; -inf everywhere is a tie."""
+    x_BV = random(40, width, dtype=torch.float32)
+    x_BV[3], x_BV[5] = -torch.inf, 7
+    x_BV[7, width // 2], x_BV[9, width - 1], x_BV[11, width // 2 :] = torch.nan, torch.inf, 9
+    x_BV[13, 0], x_BV[13, width - 1] = torch.nan, torch.inf
+    peak_B, token_B = calls.likeliest(x_BV)
+    assert torch.equal(peak_B.nan_to_num(100), x_BV.amax(-1).nan_to_num(100))
+    assert torch.equal(token_B, x_BV.argmax(-1))
+
+
 SHAPE = shape_of(6, 2, 16)
 
 

@@ -384,7 +384,7 @@ class Engine:
     def _failed(self, live: LiveRequest, output: Output, raised: str) -> Output:
         """End the request whose callback raised; `output` as it now is."""
         if output.finish_reason is not None:
-            return replace(output, finish_reason="error", error=raised)
+            return output._replace(finish_reason="error", error=raised)
         if not live.has_ended:
             self.scheduler.abort(output.request_id, self._clock())
             self._end(output.request_id, "error", raised)

@@ -75,6 +75,7 @@ class TorchExecutor:
         self.kv = PagedKV(decoder.shape, memory, decoder.dtype, decoder.device)
         self.overlaps = decoder.device.type == "cuda"
         self._sequences = Sequences()
+        self._logits_RV = torch.empty(0, decoder.shape.vocab)  # memory that is always new costs more than the choice
 
     def add(self, request_id: str, tokens: Sequence[int], params: SamplingParams) -> None:
         self._sequences.add(request_id, tokens, params)
@@ -97,7 +98,15 @@ class TorchExecutor:
         layout = decoder.ops.layout(rows, self.kv, decoder.shape, decoder.freq_C)
         tokens_T = torch.tensor(tokens, device=decoder.device)
         rows_R = torch.tensor(sampling, dtype=torch.int64, device=decoder.device)
-        return decoder.forward(tokens_T, layout.attend, rows_R)
+        return decoder.forward(tokens_T, layout.attend, rows_R, self._room(len(sampling)))
+
+    def _room(self, num_rows: int) -> Tensor | None:
+        """For the logits of a step, whose predecessor's were read by then; None where they may not have been."""
+        if self.overlaps or self._one_at_a_time:
+            return None
+        if num_rows > len(self._logits_RV):
+            self._logits_RV = torch.empty(num_rows, self._decoder.shape.vocab)
+        return self._logits_RV[:num_rows]
 
     def _singly(self, rows: Sequence[RowSpan], tokens: Sequence[int], sampling: Sequence[int]) -> Tensor:
         """The same, with a forward for each position."""

@@ -53,7 +53,7 @@ class TorchLinear:
     def add_to(self, y_MN: Tensor, x_MK: Tensor) -> Tensor:
         return y_MN.add_(self(x_MK))
 
-    def floats(self, x_MK: Tensor) -> Tensor:
+    def floats(self, x_MK: Tensor, room_MN: Tensor | None = None) -> Tensor:
         return self(x_MK).float()
 
     @property
@@ -77,7 +77,7 @@ class Int8Linear:
     def add_to(self, y_MN: Tensor, x_MK: Tensor) -> Tensor:
         return y_MN.copy_(y_MN.float() + self.floats(x_MK))
 
-    def floats(self, x_MK: Tensor) -> Tensor:
+    def floats(self, x_MK: Tensor, room_MN: Tensor | None = None) -> Tensor:
         y_MN = torch.zeros(len(x_MK), len(self._scales_N))
         for part_MG, weight_GN in zip(x_MK.split(GROUP, 1), self._parts, strict=True):
             steps_MG, scales_M = quantized(part_MG)

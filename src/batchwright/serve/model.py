@@ -87,8 +87,10 @@ class Decoder:
         return num_positions * per_position * self.dtype.itemsize + num_rows * shape.vocab * 4
 
     @torch.inference_mode()
-    def forward(self, tokens_T: Tensor, attend: Attend, logit_rows_R: Tensor) -> Tensor:
-        """logits_RV in float32, in the order of `logit_rows_R` (int64, may be empty).
+    def forward(
+        self, tokens_T: Tensor, attend: Attend, logit_rows_R: Tensor, room_RV: Tensor | None = None
+    ) -> Tensor:
+        """logits_RV in float32, in the order of `logit_rows_R` (int64, may be empty); perhaps in `room_RV`.
 
         `attend` is called once per layer, in order. T is at least 1; all tensors are on the decoder's device.
         """
@@ -100,7 +102,7 @@ class Decoder:
         if not len(logit_rows_R):
             return x_TE.new_empty((0, self.shape.vocab), dtype=torch.float32)
         x_RE = last.add_mlp(last.add_attention(x_TE[logit_rows_R], o_TE[logit_rows_R]))
-        return self._head.floats(self.ops.norm(x_RE, self._norm_E, self._eps))
+        return self._head.floats(self.ops.norm(x_RE, self._norm_E, self._eps), room_RV)
 
 
 class _Layer:

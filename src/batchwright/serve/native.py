@@ -7,6 +7,7 @@ A layer is seven calls: norm, queries-keys-values, attention (which rotates and 
 residual, norm, gated, down added to the residual.
 """
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -86,8 +87,8 @@ class NativeLinear:
     def add_to(self, y_MN: Tensor, x_MK: Tensor) -> Tensor:
         return calls.matmul(x_MK, self._weight, Mode.ADD, y_MN)
 
-    def floats(self, x_MK: Tensor) -> Tensor:
-        return calls.matmul(x_MK, self._weight, Mode.STORE_FLOAT)
+    def floats(self, x_MK: Tensor, room_MN: Tensor | None = None) -> Tensor:
+        return calls.matmul(x_MK, self._weight, Mode.STORE_FLOAT, room_MN)
 
     @property
     def num_bytes(self) -> int:
@@ -114,19 +115,18 @@ class NativeLayout:
     def __init__(self, rows: Sequence[RowSpan], kv: PagedKV, num_heads: int, freq_C: Tensor) -> None:
         self._kv, self._num_heads = kv, num_heads
         positions_T = torch.tensor([p for row in rows for p in range(row.start, row.context)])
-        fields: list[tuple[int, int, int, int]] = []
-        tables: list[int] = []
+        fields, tables = array("i"), array("i")
         first = 0
         for row in rows:
-            fields.append((first, row.num_positions, row.start, len(tables)))
+            fields.extend((first, row.num_positions, row.start, len(tables)))
             num_pages = -(-row.context // kv.page_size)
             tables.extend(row.table[:num_pages])
             tables.extend([kv.scratch] * (num_pages - len(row.table)))
             first += row.num_positions
         self._step = Step(
             torch.view_as_real(rotations(positions_T, freq_C)).flatten(1).contiguous(),
-            torch.tensor(fields, dtype=torch.int32),
-            torch.tensor(tables, dtype=torch.int32),
+            torch.frombuffer(fields, dtype=torch.int32).view(-1, 4),
+            torch.frombuffer(tables, dtype=torch.int32),
         )
 
     def attend(self, layer: int, qkv_TF: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ class Linear(Protocol):
         """`y_MN` with the product added in place."""
         ...
 
-    def floats(self, x_MK: Tensor) -> Tensor:
-        """The product in float32."""
+    def floats(self, x_MK: Tensor, room_MN: Tensor | None = None) -> Tensor:
+        """The product in float32, in `room_MN` if it likes."""
         ...
 
     @property

@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from batchwright.records import FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What one step gave one request. The last one has `finish_reason`; `token` is None if it brought none."""
+class Output(NamedTuple):
+    """What one step gave one request. The last one has `finish_reason`; `token` is None if it brought none.
+
+    A NamedTuple, because a step makes one per row (decision 0002).
+    """
 
     request_id: str
     token: int | None

@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from batchwright.errors import RequestError
+from batchwright.serve.kernels import calls
+from batchwright.serve.kernels.build import built
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -154,8 +156,11 @@ def _mix(z: int) -> int:
 def _likeliest(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
     """The highest logit of each row and the first token that has it; NaN counts as highest.
 
-    So one pass also finds the bad rows. By blocks, because a maximum is vectorised on a CPU and an argmax isn't.
+    So one pass also finds the bad rows. By blocks, because a maximum is vectorised on a CPU and an argmax isn't; or by
+    our kernel where there is one.
     """
+    if logits_BV.device.type == "cpu" and logits_BV.is_contiguous() and built().library is not None:
+        return calls.likeliest(logits_BV)
     logits_BNK = _blocks(logits_BV, BLOCK, -math.inf)
     peak_BN = logits_BNK.amax(-1)
     block_B = peak_BN.argmax(-1)

@@ -8,7 +8,7 @@ last settled token is decoded again with the new ones, and the growth is emitted
 import codecs
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -154,6 +154,7 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF_CHARACTER = _byte_alphabet()
 
 
+@lru_cache(maxsize=1 << 18)
 def _token_bytes(token: str) -> bytes:
     """The bytes that a token spells; one outside the alphabet (some added tokens) stands for its own text."""
     try:

@@ -31,6 +31,7 @@ _SIGNATURES: Mapping[str, Sequence[Any]] = MappingProxyType(
         "norm": (_POINTER, _POINTER, _POINTER, _LONG, _LONG, c_float, _INT),
         "matmul": (*_MATRIX, _POINTER, _POINTER, *_OUT, _INT),
         "matmul_int8": (*_MATRIX, _POINTER, _POINTER, _POINTER, _POINTER, *_OUT, _POINTER, _POINTER, _INT),
+        "choose": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
         "attend": (*(_POINTER,) * 5, _LONG, _POINTER, *(_INT,) * 5),
     }
 )
@@ -117,6 +118,16 @@ def attend(qkv_TF: Tensor, step: Step, pages_PMSD: Tensor, num_heads: int) -> Te
         num_heads, double_heads // 2, head_dim, page_size, torch.get_num_threads(),
     )  # fmt: skip
     return o_TE
+
+
+def likeliest(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """peak_B and the first token_B that has it; NaN counts as highest."""
+    num_rows, width = logits_BV.shape
+    peak_B, token_B = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
+    _call("choose", torch.float32)(
+        logits_BV.data_ptr(), num_rows, width, peak_B.data_ptr(), token_B.data_ptr(), torch.get_num_threads()
+    )
+    return peak_B, token_B
 
 
 def _filled(values_N: Tensor) -> Tensor:

@@ -53,6 +53,7 @@ class NativeOps:
 
     def __init__(self, quantization: str | None = None) -> None:
         self._is_int8 = quantization == "int8"
+        self._turns_CD = torch.empty(0, 0)
 
     def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
         return NativeLinear(self._packed(weight_NK, bias_N))
@@ -66,7 +67,14 @@ class NativeOps:
         return calls.norm(x_TE, weight_E, epsilon)
 
     def layout(self, rows: Sequence[RowSpan], kv: PagedKV, shape: ModelShape, freq_C: Tensor) -> Layout:
-        return NativeLayout(rows, kv, shape.num_heads, freq_C)
+        return NativeLayout(rows, kv, shape.num_heads, self._turns(max(row.context for row in rows), freq_C))
+
+    def _turns(self, context: int, freq_C: Tensor) -> Tensor:
+        """Cosine and sine of each pair at the first positions, `context` of them at least; one model's, and kept."""
+        if context > len(self._turns_CD):
+            positions_C = torch.arange(1 << (context - 1).bit_length())
+            self._turns_CD = torch.view_as_real(rotations(positions_C, freq_C)).flatten(1).contiguous()
+        return self._turns_CD
 
     def _packed(self, weight_NK: Tensor, bias_N: Tensor | None) -> Packed:
         if not self._is_int8:
@@ -112,9 +120,8 @@ class NativeGated:
 class NativeLayout:
     """A step's rows as the attention kernel takes them. Positions beyond a row's pages are in the scratch page."""
 
-    def __init__(self, rows: Sequence[RowSpan], kv: PagedKV, num_heads: int, freq_C: Tensor) -> None:
+    def __init__(self, rows: Sequence[RowSpan], kv: PagedKV, num_heads: int, turns_CD: Tensor) -> None:
         self._kv, self._num_heads = kv, num_heads
-        positions_T = torch.tensor([p for row in rows for p in range(row.start, row.context)])
         fields, tables = array("i"), array("i")
         first = 0
         for row in rows:
@@ -124,7 +131,7 @@ class NativeLayout:
             tables.extend([kv.scratch] * (num_pages - len(row.table)))
             first += row.num_positions
         self._step = Step(
-            torch.view_as_real(rotations(positions_T, freq_C)).flatten(1).contiguous(),
+            turns_CD,
             torch.frombuffer(fields, dtype=torch.int32).view(-1, 4),
             torch.frombuffer(tables, dtype=torch.int32),
         )

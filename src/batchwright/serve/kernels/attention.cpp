@@ -48,7 +48,7 @@ std::vector<Tile> tiles_of(const int32_t *rows, int64_t num_rows, const int32_t 
   return tiles;
 }
 
-// Turns neighbouring values of a head as one complex number each. `turns`: cosine and sine of each pair.
+// Turns neighbouring values of a head as one complex number each. `turns`: cosine and sine of each pair, by position.
 template <class T>
 inline void rotated(T *head, const float *turns, int dim) {
   for (int i = 0; i < dim; i += 2) {
@@ -81,7 +81,7 @@ void store(const Shape &shape, const Tile &tile, const float *turns, T *qkv, T *
     T *row = qkv + (tile.first + i) * shape.row();
     const int position = tile.start + i, offset = position % shape.size;
     for (int head = 0; head < shape.heads + shape.kv_heads; ++head)
-      rotated(row + head * shape.dim, turns + (tile.first + i) * shape.dim, shape.dim);
+      rotated(row + head * shape.dim, turns + int64_t(position) * shape.dim, shape.dim);
     T *page = pages + tile.pages[position / shape.size] * shape.page();
     for (int head = 0; head < shape.kv_heads; ++head) {
       const T *key = row + (shape.heads + head) * shape.dim, *value = key + shape.kv_heads * shape.dim;

@@ -58,9 +58,9 @@ class Packed(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step's layers share: see attention.cpp. `rows_B4` and `tables` are int32, `turns_TD` float32."""
+    """What a step's layers share: see attention.cpp. `rows_B4` and `tables` are int32, `turns_CD` float32, by position."""
 
-    turns_TD: Tensor
+    turns_CD: Tensor
     rows_B4: Tensor
     tables: Tensor
 
@@ -113,7 +113,7 @@ def attend(qkv_TF: Tensor, step: Step, pages_PMSD: Tensor, num_heads: int) -> Te
     _, double_heads, page_size, head_dim = pages_PMSD.shape
     o_TE = torch.empty(len(qkv_TF), num_heads * head_dim, dtype=qkv_TF.dtype)
     _call("attend", qkv_TF.dtype)(
-        qkv_TF.data_ptr(), step.turns_TD.data_ptr(), pages_PMSD.data_ptr(), o_TE.data_ptr(),
+        qkv_TF.data_ptr(), step.turns_CD.data_ptr(), pages_PMSD.data_ptr(), o_TE.data_ptr(),
         step.rows_B4.data_ptr(), len(step.rows_B4), step.tables.data_ptr(),
         num_heads, double_heads // 2, head_dim, page_size, torch.get_num_threads(),
     )  # fmt: skip

@@ -48,6 +48,11 @@ _SCHEDULERS = ({}, {"kv_in_dtype": True}, {"max_num_seqs": 32})
 CONTESTANTS: dict[str, Contestant] = {
     "ours-continuous": ours(),
     "ours-continuous-32": ours(rows=32),
+    "ours-deterministic": ours(engine={"deterministic": True}),
+    "ours-int8": ours(load={"quantization": "int8"}, dtypes=("bfloat16",)),
+    "ours-without-kernels": ours(load={"backend": "torch"}),
+    "ours-openvino": ours(load={"backend": "openvino"}),
+    "ours-openvino-int8": ours(load={"backend": "openvino", "quantization": "int8"}, dtypes=("bfloat16",)),
     "ours-static-8": ours("static", rows=8),
     "ours-static-32": ours("static", rows=32),
     "ours-one-by-one": ours("one-by-one"),

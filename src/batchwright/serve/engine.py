@@ -19,9 +19,8 @@ from batchwright.policy.continuous import Continuous
 from batchwright.policy.pages import Memory
 from batchwright.policy.types import Dropped, ItemOutcome, Refused, Request, Scheduler, StepOutcome
 from batchwright.records import FinishReason, Recorder
-from batchwright.serve.executor import Executor, TorchExecutor
+from batchwright.serve.executor import Executor
 from batchwright.serve.live import LiveRequest
-from batchwright.serve.model import Decoder
 from batchwright.serve.outputs import Completion, Output, completed
 from batchwright.serve.prompts import Params, Prompt, as_prompts, paired, token_ids, tokenizer_of
 from batchwright.serve.sampling import Sampled, SamplingParams
@@ -100,7 +99,11 @@ class Engine:
         self.memory = memory or default_memory(self.model)
         _check_context(self.model, self.memory)
         self.scheduler = _scheduler(policy, self.memory)
-        self.executor = (executor or _executor(deterministic=deterministic))(self.model.decoder, self.memory)
+        self.executor = (
+            executor(self.model.decoder, self.memory)
+            if executor
+            else self.model.make_executor(self.memory, deterministic=deterministic)
+        )
         self._clock = clock
         self._lock = RLock()  # over all state
         self._delivering = RLock()  # outputs are delivered in order, and without holding up other threads' submits
@@ -441,9 +444,9 @@ def _seconds(name: str, value: float) -> float:
     return seconds
 
 
-def default_memory(model: LoadedModel, page_size: int = 16, num_bytes: int = DEFAULT_KV_BYTES) -> Memory:
-    """Pages of KV cache that take up `num_bytes` for `model`, and its own context."""
-    shape = model.decoder.shape
+def default_memory(model: LoadedModel, page_size: int | None = None, num_bytes: int = DEFAULT_KV_BYTES) -> Memory:
+    """Pages of KV cache that take up `num_bytes` for `model`, of the size it likes best, and its own context."""
+    shape, page_size = model.decoder.shape, page_size or model.page_size
     num_tokens = num_bytes // shape.kv_bytes_per_token(model.decoder.dtype.itemsize)
     return Memory(max(1, num_tokens // page_size), page_size, shape.context)
 
@@ -455,15 +458,6 @@ def _loaded(model: LoadedModel | str | Path, options: LoadOptions, *, determinis
         asked = f"run {model.name} with {', '.join(f'{name}={value}' for name, value in options.items())}"
         raise ConfigError(asked, "it is loaded already, so they would have no effect", "give them to weights.load")
     return model
-
-
-def _executor(*, deterministic: bool) -> Callable[[Decoder, Memory], Executor]:
-    """Of a deterministic engine: one that need not take every position by itself only if its operators allow it."""
-
-    def make(decoder: Decoder, memory: Memory) -> Executor:
-        return TorchExecutor(decoder, memory, one_at_a_time=deterministic and not decoder.ops.invariant)
-
-    return make
 
 
 def _scheduler(policy: Policy, memory: Memory) -> Scheduler:

@@ -87,9 +87,7 @@ class Decoder:
         return num_positions * per_position * self.dtype.itemsize + num_rows * shape.vocab * 4
 
     @torch.inference_mode()
-    def forward(
-        self, tokens_T: Tensor, attend: Attend, logit_rows_R: Tensor, room_RV: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, tokens_T: Tensor, attend: Attend, logit_rows_R: Tensor, room_RV: Tensor | None = None) -> Tensor:
         """logits_RV in float32, in the order of `logit_rows_R` (int64, may be empty); perhaps in `room_RV`.
 
         `attend` is called once per layer, in order. T is at least 1; all tensors are on the decoder's device.

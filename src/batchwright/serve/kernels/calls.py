@@ -58,7 +58,7 @@ class Packed(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step's layers share: see attention.cpp. `rows_B4` and `tables` are int32, `turns_CD` float32, by position."""
+    """What a step's layers share: see attention.cpp. `rows_B4` and `tables` are int32; `turns_CD` is by position."""
 
     turns_CD: Tensor
     rows_B4: Tensor

@@ -18,7 +18,7 @@ from batchwright.policy.types import Scheduler
 from batchwright.serve import weights
 from batchwright.serve.attention import RowSpan
 from batchwright.serve.engine import Engine
-from batchwright.serve.openvino_executor import PAGE_SIZE, OpenVinoExecutor, OpenVinoPending, step_inputs
+from batchwright.serve.openvino_executor import PAGE_SIZE, OpenVinoExecutor
 from batchwright.serve.sequences import Feed
 from batchwright.serve.weights import LoadedModel
 from tests.serve import test_reference
@@ -37,7 +37,7 @@ def smollm2_on(dtype: torch.dtype, quantization: weights.Quantization | None = N
 
 
 def engine_of(model: LoadedModel, num_pages: int) -> Engine:
-    return Engine(model, memory=Memory(num_pages, PAGE_SIZE, 2048), executor=OpenVinoExecutor)
+    return Engine(model, memory=Memory(num_pages, PAGE_SIZE, 2048))
 
 
 def test_logits_on_real_prompts_equal_transformers(llama: LlamaForCausalLM) -> None:
@@ -83,7 +83,7 @@ def logits_of(model: LoadedModel, prompt: list[int], output: tuple[int, ...]) ->
     row = RowSpan(0, len(tokens), tuple(range(-(-len(tokens) // PAGE_SIZE))))
     executor = OpenVinoExecutor(model.decoder, Memory(len(row.table), PAGE_SIZE, 8192))
     feed = Feed([tokens], list(range(len(prompt) - 1, len(tokens) - 1)), [])
-    return OpenVinoPending(executor._request, feed, step_inputs([row], feed, model.decoder.freq_C)).logits().clone()
+    return executor._begin([row], feed).logits().clone()
 
 
 @pytest.mark.slow
@@ -115,7 +115,6 @@ import openvino
 from batchwright import Engine, SamplingParams
 from batchwright.policy.pages import Memory
 from batchwright.serve import weights
-from batchwright.serve.openvino_executor import OpenVinoExecutor
 
 def peak() -> int:
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
@@ -123,7 +122,7 @@ def peak() -> int:
 openvino.Core().get_property("CPU", "FULL_DEVICE_NAME")
 before = peak()
 model = weights.load(backend="openvino", quantization=sys.argv[1] or None)
-engine = Engine(model, memory=Memory(100, 32, 2048), executor=OpenVinoExecutor)
+engine = Engine(model, memory=Memory(100, 32, 2048))
 engine.generate([[5] * 250] * 8, SamplingParams(max_tokens=8, ignore_eos=True))
 print(peak() - before, engine.executor.kv.num_bytes, model.decoder.num_bytes)
 """

@@ -12,9 +12,9 @@ page, D head_dim, C = D/2 rotated pairs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
-from itertools import accumulate, chain
+from itertools import accumulate, chain, count
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,9 @@ SUPPORTED = ("2026.4",)
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _NUM_FOR_ALL_THREADS = 1 << 24
 """Logits from which sampling is long enough (some milliseconds) to be shared among torch's threads."""
+
+_OUT_OF_MEMORY = ("can't alloc", "Failed to allocate", "bad_alloc")
+"""What OpenVINO says then."""
 
 _GROUP_SIZES = (64, 32)
 """int8: inputs that share one scale. Smaller is closer to the weights' own rounding, larger is faster (docs/log.md)."""
@@ -89,6 +92,7 @@ class OpenVinoDecoder:
         check_precision(core, dtype)
         graph = decoder_graph(config, take, in_pair_order=in_pair_order, quantization=quantization)
         self._held = graph.held
+        self.shape_memory = ShapeMemory()
         self.compiled = core.compile_model(graph.model, "CPU", self._settings(quantization))
         kind, dims = self._cache()
         assert kind == _PRECISIONS[dtype] and dims == [self.shape.num_kv_heads, PAGE_SIZE, self.shape.head_dim]
@@ -116,6 +120,28 @@ class OpenVinoDecoder:
         """Type and shape of a page that the plugin decided on."""
         page = self.compiled.input("key_cache.0")
         return page.element_type.get_type_name(), [page.partial_shape[axis].get_length() for axis in (1, 2, 3)]
+
+
+class ShapeMemory:
+    """Which sizes of inputs the nodes of a compiled graph may remember, and whether they agree about them.
+
+    A node works out its shape, and takes its memory, only when a size of its inputs has changed. After a step that ran
+    out of memory some remember that step and some the one before, and either would be refused, until one of which
+    every size is new has run.
+    """
+
+    def __init__(self) -> None:
+        self.is_sound = True
+        self._sizes: frozenset[int] = frozenset()
+
+    def ended(self, sizes: frozenset[int], *, succeeded: bool) -> None:
+        """A step with inputs of `sizes` has run."""
+        self._sizes = sizes if succeeded else self._sizes | sizes
+        self.is_sound = self.is_sound and succeeded
+
+    def unheard_of(self) -> int:
+        """A size that no node remembers, nor the next larger one."""
+        return next(size for size in count(1) if not {size, size + 1} & self._sizes)
 
 
 def check_precision(core: Any, dtype: torch.dtype) -> None:
@@ -187,23 +213,36 @@ class OpenVinoExecutor:
     def start(self, plan: StepPlan) -> "OpenVinoPending":
         if self._last is not None:
             self._last.settle()
+        if not self._decoder.shape_memory.is_sound:
+            self._recover()
         feed = self._sequences.feed(plan.chunks)
-        rows = [span for chunk in plan.chunks for span in spans_of(chunk, self.kv.scratch)]
+        return self._begin([span for chunk in plan.chunks for span in spans_of(chunk, self.kv.scratch)], feed)
+
+    def _begin(self, rows: Sequence[RowSpan], feed: Feed) -> "OpenVinoPending":
         with one_thread():
             inputs = step_inputs(rows, feed, self._decoder.freq_C)
-        self._last = OpenVinoPending(self._request, feed, inputs)
+        self._last = OpenVinoPending(self._request, feed, inputs, self._decoder.shape_memory)
         return self._last
+
+    def _recover(self) -> None:
+        """Run dummy rows. Raises what `OpenVinoPending.logits` raises; the next start then tries again."""
+        size = self._decoder.shape_memory.unheard_of()
+        rows = [RowSpan(0, 1, (self.kv.scratch,))] * size
+        self._begin(rows, Feed([[0]] * size, list(range(size)), [])).logits()
+        self._decoder.shape_memory.is_sound = True
 
 
 class OpenVinoPending:
     """A step that OpenVINO's threads work on."""
 
-    def __init__(self, request: Any, feed: Feed, inputs: Mapping[str, Any]) -> None:
+    def __init__(self, request: Any, feed: Feed, inputs: Mapping[str, Any], shape_memory: ShapeMemory) -> None:
         import openvino
 
         self.feed = feed
         self._request = request
+        self._shape_memory = shape_memory
         self._inputs = inputs  # the step reads them where they are
+        self._error: RuntimeError | None = None
         for name, values in inputs.items():
             request.set_tensor(name, openvino.Tensor(values, shared_memory=True))
         request.start_async()
@@ -211,17 +250,23 @@ class OpenVinoPending:
 
     def settle(self) -> None:
         """Wait for its end, whatever that is, if nobody did."""
-        if self._is_running:
-            with suppress(RuntimeError):
-                self._request.wait()
-            self._is_running = False
-
-    def logits(self) -> Tensor:
-        """Wait for logits_RV, which the next step overwrites. Raises RuntimeError if the step failed."""
+        if not self._is_running:
+            return
         try:
             self._request.wait()
-        finally:
-            self._is_running = False
+        except RuntimeError as error:
+            self._error = error
+        self._is_running = False
+        sizes = frozenset(values.size for values in self._inputs.values())
+        self._shape_memory.ended(sizes, succeeded=self._error is None)
+
+    def logits(self) -> Tensor:
+        """Wait for logits_RV, which the next step overwrites. Raises MemoryError, or RuntimeError where it failed."""
+        self.settle()
+        if self._error is not None:
+            message = str(self._error)
+            is_memory = any(phrase in message for phrase in _OUT_OF_MEMORY)
+            raise (MemoryError if is_memory else RuntimeError)(message) from self._error
         return torch.from_numpy(self._request.get_output_tensor().data)
 
     @torch.inference_mode()
@@ -245,9 +290,11 @@ def one_thread() -> Iterator[None]:
 def spans_of(chunk: Chunk, scratch: int) -> list[RowSpan]:
     """What `chunk` computes in its row's pages; then its dummy positions, with as long a context, all of it scratch."""
     useful = RowSpan(chunk.start, chunk.num_tokens, chunk.pages)
-    wasted = RowSpan(useful.context, chunk.padding, ())
-    table = (scratch,) * -(-wasted.context // PAGE_SIZE)
-    return [span for span in (useful, wasted._replace(table=table)) if span.num_positions]
+    if not chunk.padding:
+        return [useful]
+    context = useful.context + chunk.padding
+    wasted = RowSpan(useful.context, chunk.padding, (scratch,) * -(-context // PAGE_SIZE))
+    return [useful, wasted] if chunk.num_tokens else [wasted]
 
 
 def step_inputs(rows: Sequence[RowSpan], feed: Feed, freq_C: Tensor) -> dict[str, Any]:

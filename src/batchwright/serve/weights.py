@@ -51,7 +51,7 @@ class LoadedModel:
     """
 
     name: str
-    decoder: Decoder | Any
+    decoder: Decoder | OpenVinoDecoder
     tokenizer: Tokenizer | None
     no_tokenizer: str
     eos_ids: tuple[int, ...]

@@ -19,11 +19,14 @@ from batchwright.facts.shape import ModelShape
 from batchwright.policy.pages import Memory
 from batchwright.serve import native, weights
 from batchwright.serve.attention import RowSpan, layout_order
+from batchwright.serve.backend import Quantization
+from batchwright.serve.engine import Engine
 from batchwright.serve.kernels import build, calls
 from batchwright.serve.kv import PagedKV
 from batchwright.serve.native import NativeOps
 from batchwright.serve.ops import Ops, TorchOps
 from tests.serve.conftest import MakeCheckpoint
+from tests.serve.scripted import forced
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -251,6 +254,32 @@ def test_weights_load_onto_them_where_asked(make_checkpoint: MakeCheckpoint) -> 
     with pytest.raises(ConfigError, match="multiple of 16"):
         weights.load(make_checkpoint("odd", head_dim=24), torch.float32, backend="native")
     assert weights.load(make_checkpoint("odd", head_dim=24), torch.float32).decoder.ops.name == "torch"
+
+
+def test_a_page_of_an_odd_number_of_tokens_is_refused(make_checkpoint: MakeCheckpoint) -> None:
+    """The kernels store them in pairs; torch's operators take any."""
+    path = make_checkpoint(head_dim=16)
+    with pytest.raises(ConfigError, match=r"pages of 5 tokens.*even page_size"):
+        Engine(path, memory=Memory(9, 5, 256), backend="native")
+    assert Engine(path, memory=Memory(9, 5, 256), backend="torch").generate([[1, 2]], forced(3))[0].tokens
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_torchs_defaults_change_nothing(quantization: Quantization | None, make_checkpoint: MakeCheckpoint) -> None:
+    """Memory for the kernels has their dtype, whatever torch would give by default."""
+    path = make_checkpoint(head_dim=16)
+
+    def tokens() -> tuple[int, ...]:
+        engine = Engine(path, backend="native", quantization=quantization, dtype=torch.float32)
+        return engine.generate([[1, 2, 3]], forced(9, logprobs=2))[0].tokens
+
+    expected = tokens()
+    for dtype in (torch.bfloat16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            assert tokens() == expected
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 def in_a_new_process(code: str, **environment: str) -> str:

@@ -56,11 +56,12 @@ def not_deterministic() -> ConfigError:
 
 def ops_for(target: Target, shape: ModelShape) -> Ops:
     """Raises ConfigError where "native" is asked for and cannot be had."""
-    obstacle = native.why_not(target.dtype, target.device, shape)
-    if target.backend == "native" and obstacle:
-        raise ConfigError('using backend "native"', obstacle, 'use "auto" or "torch"')
-    prefers_native = target.backend == "native" or (
+    is_wanted = target.backend == "native" or (
         target.backend == "auto" and (target.deterministic or native.is_faster(target.dtype))
     )
-    kind = native.NativeOps if prefers_native and not obstacle else TorchOps
-    return kind(target.quantization)
+    if not is_wanted:
+        return TorchOps(target.quantization)
+    obstacle = native.why_not(target.dtype, target.device, shape)
+    if obstacle and target.backend == "native":
+        raise ConfigError('using backend "native"', obstacle, 'use "auto" or "torch"')
+    return TorchOps(target.quantization) if obstacle else native.NativeOps(target.quantization)

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from batchwright.errors import ConfigError
 from batchwright.policy.pages import Memory
 from batchwright.policy.types import StepPlan
 from batchwright.serve.attention import RowSpan, layout_order
@@ -70,12 +71,15 @@ class TorchExecutor:
     """
 
     def __init__(self, decoder: Decoder, memory: Memory, *, one_at_a_time: bool = False) -> None:
+        if memory.page_size % decoder.ops.page_multiple:
+            asked, fact = f"running pages of {memory.page_size} tokens", "our kernels store tokens in pairs"
+            raise ConfigError(asked, fact, 'use an even page_size, or load the model with backend="torch"')
         self._decoder = decoder
         self._one_at_a_time = one_at_a_time
         self.kv = PagedKV(decoder.shape, memory, decoder.dtype, decoder.device)
         self.overlaps = decoder.device.type == "cuda"
         self._sequences = Sequences()
-        self._logits_RV = torch.empty(0, decoder.shape.vocab)  # memory that is always new costs more than the choice
+        self._logits_RV = self._new_logits(0)  # memory that is always new costs more than the choice
 
     def add(self, request_id: str, tokens: Sequence[int], params: SamplingParams) -> None:
         self._sequences.add(request_id, tokens, params)
@@ -102,11 +106,14 @@ class TorchExecutor:
 
     def _room(self, num_rows: int) -> Tensor | None:
         """For the logits of a step, whose predecessor's were read by then; None where they may not have been."""
-        if self.overlaps or self._one_at_a_time:
+        if not self._decoder.ops.takes_room or self._one_at_a_time:
             return None
         if num_rows > len(self._logits_RV):
-            self._logits_RV = torch.empty(num_rows, self._decoder.shape.vocab)
+            self._logits_RV = self._new_logits(num_rows)
         return self._logits_RV[:num_rows]
+
+    def _new_logits(self, num_rows: int) -> Tensor:
+        return torch.empty(num_rows, self._decoder.shape.vocab, dtype=torch.float32, device=self._decoder.device)
 
     def _singly(self, rows: Sequence[RowSpan], tokens: Sequence[int], sampling: Sequence[int]) -> Tensor:
         """The same, with a forward for each position."""

@@ -78,7 +78,7 @@ class Int8Linear:
         return y_MN.copy_(y_MN.float() + self.floats(x_MK))
 
     def floats(self, x_MK: Tensor, room_MN: Tensor | None = None) -> Tensor:
-        y_MN = torch.zeros(len(x_MK), len(self._scales_N))
+        y_MN = self._scales_N.new_zeros(len(x_MK), len(self._scales_N))
         for part_MG, weight_GN in zip(x_MK.split(GROUP, 1), self._parts, strict=True):
             steps_MG, scales_M = quantized(part_MG)
             y_MN += _INT_PRODUCT(steps_MG, weight_GN) * scales_M[:, None]
@@ -87,7 +87,7 @@ class Int8Linear:
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.nbytes for part in self._parts)
+        return sum(part.nbytes for part in (self._scales_N, *self._parts))
 
 
 def quantized(x_NK: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,6 +50,8 @@ class NativeOps:
 
     name = "native"
     invariant = True
+    takes_room = True
+    page_multiple = 2
 
     def __init__(self, quantization: str | None = None) -> None:
         self._is_int8 = quantization == "int8"
@@ -71,10 +73,11 @@ class NativeOps:
 
     def _turns(self, context: int, freq_C: Tensor) -> Tensor:
         """Cosine and sine of each pair at the first positions, `context` of them at least; one model's, and kept."""
-        if context > len(self._turns_CD):
-            positions_C = torch.arange(1 << (context - 1).bit_length())
-            self._turns_CD = torch.view_as_real(rotations(positions_C, freq_C)).flatten(1).contiguous()
-        return self._turns_CD
+        turns_CD = self._turns_CD  # another thread may replace it, by a shorter one even
+        if context > len(turns_CD):
+            positions_C = torch.arange(1 << (context - 1).bit_length(), device=freq_C.device)
+            self._turns_CD = turns_CD = torch.view_as_real(rotations(positions_C, freq_C)).flatten(1).contiguous()
+        return turns_CD
 
     def _packed(self, weight_NK: Tensor, bias_N: Tensor | None) -> Packed:
         if not self._is_int8:
@@ -100,7 +103,7 @@ class NativeLinear:
 
     @property
     def num_bytes(self) -> int:
-        return self._weight.data.nbytes
+        return self._weight.num_bytes
 
 
 class NativeGated:
@@ -114,7 +117,7 @@ class NativeGated:
 
     @property
     def num_bytes(self) -> int:
-        return self._weight.data.nbytes
+        return self._weight.num_bytes
 
 
 class NativeLayout:

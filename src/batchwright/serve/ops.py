@@ -29,7 +29,7 @@ class Linear(Protocol):
         ...
 
     def floats(self, x_MK: Tensor, room_MN: Tensor | None = None) -> Tensor:
-        """The product in float32, in `room_MN` if it likes."""
+        """The product in float32, in `room_MN` if its `Ops` takes room."""
         ...
 
     @property
@@ -56,13 +56,22 @@ class Layout(Protocol):
 
 
 class Ops(Protocol):
-    """Makes operators. `name`: for reports. `invariant`: what a row gets depends, bit for bit, on itself alone."""
+    """Makes operators. `name`: for reports. `invariant`: what a row gets depends, bit for bit, on itself alone.
+
+    `takes_room`: its `Linear.floats` write where they are told to. `page_multiple`: what a page's tokens come in.
+    """
 
     @property
     def name(self) -> str: ...
 
     @property
     def invariant(self) -> bool: ...
+
+    @property
+    def takes_room(self) -> bool: ...
+
+    @property
+    def page_multiple(self) -> int: ...
 
     def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
         """The weight may be freed by the caller afterwards."""
@@ -86,6 +95,8 @@ class TorchOps:
 
     name = "torch"
     invariant = False
+    takes_room = False
+    page_multiple = 1
 
     def __init__(self, quantization: str | None = None) -> None:
         self._linear = Int8Linear if quantization == "int8" else TorchLinear

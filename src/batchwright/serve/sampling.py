@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from batchwright.errors import RequestError
 from batchwright.serve.kernels import calls
-from batchwright.serve.kernels.build import built
+from batchwright.serve.kernels.build import loaded
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -157,9 +157,9 @@ def _likeliest(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
     """The highest logit of each row and the first token that has it; NaN counts as highest.
 
     So one pass also finds the bad rows. By blocks, because a maximum is vectorised on a CPU and an argmax isn't; or by
-    our kernel where there is one.
+    our kernel where it is in use.
     """
-    if logits_BV.device.type == "cpu" and logits_BV.is_contiguous() and built().library is not None:
+    if logits_BV.device.type == "cpu" and logits_BV.is_contiguous() and loaded():
         return calls.likeliest(logits_BV)
     logits_BNK = _blocks(logits_BV, BLOCK, -math.inf)
     peak_BN = logits_BNK.amax(-1)

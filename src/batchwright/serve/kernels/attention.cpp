@@ -321,7 +321,8 @@ void step(T *qkv, const float *turns, T *pages, T *out, const int32_t *rows, int
           int heads, int kv_heads, int dim, int size, int threads) {
   const Shape shape{heads, kv_heads, dim, size};
   const std::vector<Tile> tiles = tiles_of(rows, num_rows, tables);
-  const int64_t num_tiles = int64_t(tiles.size());
+  const int64_t num_tiles = int64_t(tiles.size()), tasks = num_tiles * kv_heads;
+  const int64_t at_once = std::max<int64_t>(1, std::min<int64_t>(4, tasks / (4 * threads)));  // neighbours, prefetched
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(static)
@@ -330,9 +331,9 @@ void step(T *qkv, const float *turns, T *pages, T *out, const int32_t *rows, int
       store(shape, tiles[i], turns, qkv, pages);
     }
     Task<T> task(shape);
-#pragma omp for schedule(dynamic, 4)
-    for (int64_t i = 0; i < num_tiles * kv_heads; ++i) {
-      const int64_t next = i + 1 < num_tiles * kv_heads ? i + 1 : i;
+#pragma omp for schedule(dynamic, at_once)
+    for (int64_t i = 0; i < tasks; ++i) {
+      const int64_t next = i + 1 < tasks ? i + 1 : i;
       attend(task, tiles[i / kv_heads], int(i % kv_heads), tiles[next / kv_heads], int(next % kv_heads), qkv, pages, out);
     }
   }

@@ -34,6 +34,8 @@ class Built(NamedTuple):
 @cache
 def built() -> Built:
     """Compiled and loaded once per process; from the cache, if it was built before."""
+    if os.name != "posix":
+        return Built(None, "they are built on POSIX systems only")
     if os.environ.get(SWITCH, "").lower() == "off":
         return Built(None, f"{SWITCH} is off")
     compiler = _compiler()
@@ -44,6 +46,11 @@ def built() -> Built:
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", "") or ""
         return Built(None, f"{compiler} could not build them: {error} {said[-500:]}".strip())
+
+
+def loaded() -> bool:
+    """Whether they are there because somebody asked for them; asks for nothing itself."""
+    return built.cache_info().currsize > 0 and built().library is not None
 
 
 def compiled(compiler: str, target: str) -> Path:
@@ -58,7 +65,7 @@ def compiled(compiler: str, target: str) -> Path:
     try:
         sources = [str(file) for file in files if file.suffix == ".cpp"]
         command = [compiler, *_FLAGS, target, *sources, "-o", partial]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_LONGEST)  # noqa: S603 - ours alone
+        subprocess.run(command, check=True, capture_output=True, errors="replace", timeout=_LONGEST)  # noqa: S603 - ours
         Path(partial).replace(path)
     finally:
         Path(partial).unlink(missing_ok=True)
@@ -85,7 +92,7 @@ def _native_flag() -> str:
 
 def _fingerprint(files: list[Path], compiler: str, target: str) -> str:
     said = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=_LONGEST).stdout  # noqa: S603
-    machine = " ".join([platform.machine(), platform.processor(), *sorted(cpu_features())])
+    machine = " ".join([platform.machine(), platform.processor(), *(sorted(cpu_features()) or [platform.node()])])
     parts = [*(file.read_bytes() for file in files), said, " ".join((*_FLAGS, target, machine)).encode()]
     return sha256(b"\0".join(parts)).hexdigest()[:24]
 
@@ -97,14 +104,19 @@ def _folder() -> Path:
     try:
         folder = Path(home).expanduser() / "batchwright" / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        state = folder.stat()
-        if state.st_uid == os.getuid() and not state.st_mode & 0o022 and os.access(folder, os.W_OK):
+        folder = folder.resolve()
+        if os.access(folder, os.W_OK) and all(_is_private(path) for path in (folder, folder.parent)):
             return folder
     except (OSError, RuntimeError):
         pass
     temporary = tempfile.TemporaryDirectory(prefix="batchwright-")
     _TEMPORARY.append(temporary)
     return Path(temporary.name)
+
+
+def _is_private(path: Path) -> bool:
+    state = path.stat()
+    return state.st_uid == os.getuid() and not state.st_mode & 0o022
 
 
 _TEMPORARY: list[tempfile.TemporaryDirectory[str]] = []

@@ -1,6 +1,7 @@
-"""The kernels as functions over tensors: shapes and strides are read off, threads are torch's, results are new tensors.
+"""The kernels as functions over tensors: shapes and strides are read off, threads are torch's.
 
-Tensors are on the CPU and contiguous, but for x_MK, whose rows may be apart; the callers in `native` see to that.
+Tensors are on the CPU and contiguous, but for x_MK, whose rows may be apart. The kernels see pointers only, so what
+could make them read or write elsewhere is asserted here. They allocate little; that failing ends the process.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,14 +21,14 @@ PANEL = 32
 """Outputs that are packed together."""
 
 WIDTH: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 1, torch.bfloat16: 2, torch.int8: 4})
-"""Inputs that one lane of a vector takes at once; their number must be a multiple of it."""
+"""Values that one lane of a vector takes at once: the number of inputs, or of positions in a page, is a multiple."""
 
 _POINTER, _LONG, _INT = c_void_p, c_int64, c_int
 _MATRIX = (_POINTER, _LONG, _LONG, _LONG)
 _OUT = (_POINTER, _LONG, _LONG, _INT)
 _SIGNATURES: Mapping[str, Sequence[Any]] = MappingProxyType(
     {
-        "pack": (_POINTER, _LONG, _LONG, _POINTER),
+        "pack": (_POINTER, _LONG, _LONG, _POINTER, _INT),
         "norm": (_POINTER, _POINTER, _POINTER, _LONG, _LONG, c_float, _INT),
         "matmul": (*_MATRIX, _POINTER, _POINTER, *_OUT, _INT),
         "matmul_int8": (*_MATRIX, _POINTER, _POINTER, _POINTER, _POINTER, *_OUT, _POINTER, _POINTER, _INT),
@@ -56,6 +57,10 @@ class Packed(NamedTuple):
     scales: Tensor | None = None
     starts: Tensor | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self if isinstance(part, Tensor))
+
 
 class Step(NamedTuple):
     """What a step's layers share: see attention.cpp. `rows_B4` and `tables` are int32; `turns_CD` is by position."""
@@ -68,9 +73,11 @@ class Step(NamedTuple):
 def pack(weight_NK: Tensor, bias_N: Tensor | None, scales_N: Tensor | None = None) -> Packed:
     """`scales_N`: what a step of an int8 weight stands for."""
     num_outputs, num_inputs = weight_NK.shape
+    assert num_inputs % WIDTH[weight_NK.dtype] == 0
     weight_NK = weight_NK.contiguous()
-    data = torch.empty(-(-num_outputs // PANEL) * PANEL, num_inputs, dtype=weight_NK.dtype)
-    _call("pack", weight_NK.dtype)(weight_NK.data_ptr(), num_outputs, num_inputs, data.data_ptr())
+    data = weight_NK.new_empty(-(-num_outputs // PANEL) * PANEL, num_inputs)
+    threads = torch.get_num_threads()
+    _call("pack", weight_NK.dtype)(weight_NK.data_ptr(), num_outputs, num_inputs, data.data_ptr(), threads)
     if scales_N is None:
         return Packed(data, num_inputs, num_outputs, bias_N)
     groups = [part.sum(1, dtype=torch.int32) for part in weight_NK.split(GROUP, 1)]
@@ -79,10 +86,11 @@ def pack(weight_NK: Tensor, bias_N: Tensor | None, scales_N: Tensor | None = Non
 
 def matmul(x_MK: Tensor, weight: Packed, mode: Mode, y_MN: Tensor | None = None) -> Tensor:
     """x_MK @ weight.T, or under GATED silu(gate) * up of half as many outputs; into `y_MN` if it is given."""
-    num_rows = len(x_MK)
+    num_rows, dtype = len(x_MK), torch.float32 if mode is Mode.STORE_FLOAT else x_MK.dtype
     if y_MN is None:
-        dtype = torch.float32 if mode is Mode.STORE_FLOAT else x_MK.dtype
-        y_MN = torch.empty(num_rows, weight.num_outputs, dtype=dtype)
+        y_MN = x_MK.new_empty(num_rows, weight.num_outputs, dtype=dtype)
+    assert x_MK.shape[1] == weight.num_inputs and x_MK.stride(1) == 1
+    assert y_MN.shape == (num_rows, weight.num_outputs) and y_MN.stride(1) == 1 and y_MN.dtype == dtype
     threads = torch.get_num_threads()
     left = x_MK.data_ptr(), x_MK.stride(0), num_rows, weight.num_inputs, weight.data.data_ptr()
     bias = None if weight.bias is None else weight.bias.data_ptr()
@@ -90,8 +98,8 @@ def matmul(x_MK: Tensor, weight: Packed, mode: Mode, y_MN: Tensor | None = None)
     if weight.scales is None or weight.starts is None:
         _call("matmul", x_MK.dtype)(*left, bias, *right, threads)
         return y_MN
-    workspace = torch.empty(num_rows, weight.num_inputs, dtype=torch.uint8)
-    input_scales = torch.empty(num_rows, -(-weight.num_inputs // GROUP))
+    workspace = x_MK.new_empty(num_rows, weight.num_inputs, dtype=torch.uint8)
+    input_scales = x_MK.new_empty(num_rows, -(-weight.num_inputs // GROUP), dtype=torch.float32)
     _call("matmul_int8", x_MK.dtype)(
         *left, weight.scales.data_ptr(), weight.starts.data_ptr(), bias,
         *right, workspace.data_ptr(), input_scales.data_ptr(), threads,
@@ -101,6 +109,7 @@ def matmul(x_MK: Tensor, weight: Packed, mode: Mode, y_MN: Tensor | None = None)
 
 def norm(x_TE: Tensor, weight_E: Tensor, epsilon: float) -> Tensor:
     """The root-mean-square norm of each row."""
+    assert x_TE.is_contiguous() and weight_E.shape == x_TE.shape[1:] and weight_E.dtype == x_TE.dtype
     y_TE = torch.empty_like(x_TE)
     _call("norm", x_TE.dtype)(
         x_TE.data_ptr(), weight_E.data_ptr(), y_TE.data_ptr(), *x_TE.shape, epsilon, torch.get_num_threads()
@@ -111,7 +120,9 @@ def norm(x_TE: Tensor, weight_E: Tensor, epsilon: float) -> Tensor:
 def attend(qkv_TF: Tensor, step: Step, pages_PMSD: Tensor, num_heads: int) -> Tensor:
     """Rotates the queries and keys of `qkv_TF` in place, stores keys and values in the pages; o_TE of all queries."""
     _, double_heads, page_size, head_dim = pages_PMSD.shape
-    o_TE = torch.empty(len(qkv_TF), num_heads * head_dim, dtype=qkv_TF.dtype)
+    assert qkv_TF.is_contiguous() and qkv_TF.shape[1] == (num_heads + double_heads) * head_dim
+    assert pages_PMSD.is_contiguous() and pages_PMSD.dtype == qkv_TF.dtype and page_size % WIDTH[qkv_TF.dtype] == 0
+    o_TE = qkv_TF.new_empty(len(qkv_TF), num_heads * head_dim)
     _call("attend", qkv_TF.dtype)(
         qkv_TF.data_ptr(), step.turns_CD.data_ptr(), pages_PMSD.data_ptr(), o_TE.data_ptr(),
         step.rows_B4.data_ptr(), len(step.rows_B4), step.tables.data_ptr(),
@@ -123,7 +134,8 @@ def attend(qkv_TF: Tensor, step: Step, pages_PMSD: Tensor, num_heads: int) -> Te
 def likeliest(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
     """peak_B and the first token_B that has it; NaN counts as highest."""
     num_rows, width = logits_BV.shape
-    peak_B, token_B = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
+    assert logits_BV.is_contiguous() and logits_BV.dtype == torch.float32
+    peak_B, token_B = logits_BV.new_empty(num_rows), logits_BV.new_empty(num_rows, dtype=torch.int64)
     _call("choose", torch.float32)(
         logits_BV.data_ptr(), num_rows, width, peak_B.data_ptr(), token_B.data_ptr(), torch.get_num_threads()
     )

@@ -104,7 +104,7 @@ struct Out {
 template <class Y>
 Floats adjusted(const Out<Y> &out, Floats value, int64_t first, int count) {
   if (out.scales) value *= load<Floats>(out.scales->outputs + first);
-  if (out.bias && count > 0) value += read_some(out.bias + first, count);
+  if (out.bias) value += read_some(out.bias + first, count);
   return value;
 }
 
@@ -162,9 +162,9 @@ void matmul(const X *x, int64_t stride, int64_t rows, int64_t inputs, const T *w
 }
 
 template <class T>
-void pack(const T *w, int64_t outputs, int64_t inputs, T *to) {
+void pack(const T *w, int64_t outputs, int64_t inputs, T *to, int threads) {
   constexpr int width = Lane<T>::width;
-#pragma omp parallel for
+#pragma omp parallel for num_threads(threads)
   for (int64_t panel = 0; panel < (outputs + kPanel - 1) / kPanel; ++panel)
     for (int64_t k = 0; k < inputs; ++k)
       for (int64_t n = 0; n < kPanel; ++n) {
@@ -236,9 +236,15 @@ using namespace batchwright;
 
 extern "C" {
 
-void pack_float32(const float *w, int64_t outputs, int64_t inputs, float *to) { pack(w, outputs, inputs, to); }
-void pack_bfloat16(const bf16 *w, int64_t outputs, int64_t inputs, bf16 *to) { pack(w, outputs, inputs, to); }
-void pack_int8(const int8_t *w, int64_t outputs, int64_t inputs, int8_t *to) { pack(w, outputs, inputs, to); }
+void pack_float32(const float *w, int64_t outputs, int64_t inputs, float *to, int threads) {
+  pack(w, outputs, inputs, to, threads);
+}
+void pack_bfloat16(const bf16 *w, int64_t outputs, int64_t inputs, bf16 *to, int threads) {
+  pack(w, outputs, inputs, to, threads);
+}
+void pack_int8(const int8_t *w, int64_t outputs, int64_t inputs, int8_t *to, int threads) {
+  pack(w, outputs, inputs, to, threads);
+}
 
 void matmul_float32(const float *x, int64_t stride, int64_t rows, int64_t inputs, const float *w, const float *bias,
                     float *y, int64_t y_stride, int64_t width, int mode, int threads) {

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from tests.contract.rules import REPOSITORY, SOURCE
 
 MODULES = sorted(SOURCE.rglob("*.py"))
+KERNELS = sorted(path for path in SOURCE.rglob("*") if path.suffix in (".cpp", ".h"))
 MAX_LINES_OF_MODULE = 600
+MAX_COLUMNS = 120  # ruff sees to Python's
 MAX_LINES_OF_FUNCTION = 60  # its docstring not counted
 
 LONG_FUNCTIONS: dict[str, int] = {}
@@ -32,8 +34,13 @@ def empty_names(source: str) -> list[str]:
 
 
 def test_no_module_outgrows_a_sitting() -> None:
-    lengths = {str(path.relative_to(REPOSITORY)): len(path.read_text().splitlines()) for path in MODULES}
+    lengths = {str(path.relative_to(REPOSITORY)): len(path.read_text().splitlines()) for path in MODULES + KERNELS}
     assert not {path: length for path, length in lengths.items() if length > MAX_LINES_OF_MODULE}
+
+
+def test_no_line_of_a_kernel_is_too_long() -> None:
+    lines = [(path.name, number, line) for path in KERNELS for number, line in enumerate(path.open(), 1)]
+    assert lines and not [(name, number) for name, number, line in lines if len(line.rstrip()) > MAX_COLUMNS]
 
 
 def test_no_function_outgrows_a_screen() -> None:

@@ -1,6 +1,6 @@
 """Tiny random checkpoints written by transformers, the embedded model, and causal attention over one request."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from batchwright.serve import weights
+from batchwright.serve import openvino_executor, weights
 from batchwright.serve.attention import rotated
 from batchwright.serve.model import Decoder
 from batchwright.serve.rope import rotations
@@ -60,6 +60,14 @@ def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
         return tmp_path / name
 
     return make
+
+
+@pytest.fixture(scope="session", autouse=True)
+def auto_is_ours() -> Iterator[None]:
+    """ "auto" gives what the tests are about on every CPU; where OpenVINO is meant, it is asked for by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(openvino_executor, "runs_here", lambda dtype: False)
+        yield
 
 
 @pytest.fixture(scope="session")

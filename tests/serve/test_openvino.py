@@ -19,8 +19,9 @@ from batchwright.errors import ConfigError, MissingDependency
 from batchwright.policy.pages import Memory
 from batchwright.policy.static import static
 from batchwright.policy.types import Chunk, StepPlan
-from batchwright.serve import openvino_executor, weights
+from batchwright.serve import native, openvino_executor, weights
 from batchwright.serve.engine import Engine
+from batchwright.serve.model import Decoder
 from batchwright.serve.openvino_executor import PAGE_SIZE, OpenVinoDecoder, OpenVinoExecutor, OpenVinoPending
 from batchwright.serve.sampling import SamplingParams
 from batchwright.serve.sequences import RowResult
@@ -393,6 +394,20 @@ def test_an_engine_overlaps_its_steps_and_writes_what_torch_writes(make_checkpoi
         engine = Engine(model, memory=Memory(20, PAGE_SIZE, 512), **policy)
         assert isinstance(engine.executor, OpenVinoExecutor) and engine.executor.overlaps
         assert [one.tokens for one in engine.generate(prompts, limits)] == expected
+
+
+def test_auto_takes_it_where_our_kernels_are_not_the_faster_ones(
+    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU of another kind, where it is installed; never for a deterministic engine, or under another name."""
+    path = make_checkpoint()
+    monkeypatch.setattr(native, "is_faster", lambda dtype: False)
+    monkeypatch.setattr(openvino_executor, "runs_here", lambda dtype: True)
+    assert isinstance(weights.load(path, torch.float32).decoder, OpenVinoDecoder)
+    assert isinstance(weights.load(path, torch.float32, backend="torch").decoder, Decoder)
+    assert isinstance(weights.load(path, torch.float32, deterministic=True).decoder, Decoder)
+    monkeypatch.setattr(openvino_executor, "runs_here", lambda dtype: False)
+    assert isinstance(weights.load(path, torch.float32).decoder, Decoder)
 
 
 def test_what_it_cannot_do_is_refused_with_what_can_be_done(make_checkpoint: MakeCheckpoint) -> None:

@@ -1,7 +1,7 @@
 """What a model is to run on: the target that a user names, and the operators that serve it.
 
-"auto" takes our own kernels on the CPUs on which they were measured to win, and torch's operators elsewhere. OpenVINO
-compiles a decoder as a whole (`openvino_executor`) and has no operators here.
+"auto" takes our own kernels on the CPUs on which they were measured to win; on others OpenVINO, where it is installed;
+and torch's operators elsewhere. OpenVINO compiles a decoder as a whole (`openvino_executor`) and has no operators here.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch
 
 from batchwright.errors import ConfigError
 from batchwright.facts.shape import ModelShape
-from batchwright.serve import native
+from batchwright.serve import native, openvino_executor
 from batchwright.serve.ops import Ops, TorchOps
 
 Backend = Literal["auto", "native", "torch", "openvino"]
@@ -52,6 +52,15 @@ def not_deterministic() -> ConfigError:
     """OpenVINO was asked for equal bits in any company."""
     fact = "a row's sums are added up in an order that depends on the other rows of its step"
     return ConfigError('being deterministic with backend "openvino"', fact, 'use backend="native"')
+
+
+def takes_openvino(target: Target) -> bool:
+    """Whether OpenVINO runs the model: where it is asked for, or nothing faster can be had on this CPU."""
+    if target.backend != "auto":
+        return target.backend == "openvino"
+    is_plain_cpu = target.device.type == "cpu" and not target.deterministic
+    has_kernels = native.is_faster(target.dtype) and not native.why_not(target.dtype, target.device)
+    return is_plain_cpu and not has_kernels and openvino_executor.runs_here(target.dtype)
 
 
 def ops_for(target: Target, shape: ModelShape) -> Ops:

@@ -75,8 +75,8 @@ class Engine:
     cut and cached. With our own kernels that costs nothing; where they cannot run, every position is computed by
     itself, which is many times slower. A request drawn at random then needs a seed of its own.
 
-    Where the executor overlaps (on CUDA), a step is planned while the one before runs, and has begun when that one's
-    outputs are handed out.
+    Where the executor overlaps (CUDA, OpenVINO), a step is planned while the one before runs, and has begun when that
+    one's outputs are handed out.
 
         engine = Engine("smollm2")
         for completion in engine.generate(["The capital of France is"], SamplingParams(max_tokens=16)):

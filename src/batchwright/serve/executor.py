@@ -1,9 +1,9 @@
 """The seam between plans and devices: a plan in, one result per sampling row out.
 
-`TorchExecutor` is the only file that turns plans into tensors of ours: it takes every position of the plan through one
-forward (padding and dead rows included: what a policy wastes is really executed) and samples. It decides nothing and
-allocates no pages. A step can be run again, also in parts: it writes the same positions, and equal logits draw equal
-tokens (in other parts, logits are equal up to rounding).
+`TorchExecutor` takes every position of a plan through one forward of ours (padding and dead rows included: what a
+policy wastes is really executed) and samples. It decides nothing and allocates no pages. A step can be run again, also
+in parts: it writes the same positions, and equal logits draw equal tokens (in other parts, logits are equal up to
+rounding unless the operators are invariant).
 """
 
 from collections.abc import Sequence

@@ -60,6 +60,18 @@ def check_installed() -> None:
         raise MissingDependency(asked, fact, f"run: pip install 'openvino=={SUPPORTED[-1]}.*'")
 
 
+def runs_here(dtype: torch.dtype) -> bool:
+    """Whether a supported version is installed, on a CPU that computes in `dtype`."""
+    try:
+        check_installed()
+        import openvino
+
+        _check_precision(openvino.Core(), dtype)
+    except (MissingDependency, ConfigError, ImportError):
+        return False
+    return True
+
+
 class OpenVinoDecoder:
     """A decoder compiled for this CPU; each executor runs its own requests of it."""
 
@@ -161,7 +173,7 @@ class OpenVinoPages:
         shape = decoder.shape
         if memory.page_size != PAGE_SIZE:
             asked, fact = f"running pages of {memory.page_size} tokens on OpenVINO", f"its pages hold {PAGE_SIZE}"
-            raise ConfigError(asked, fact, f"use Memory(..., page_size={PAGE_SIZE})")
+            raise ConfigError(asked, fact, f'use Memory(..., page_size={PAGE_SIZE}), or load with backend="torch"')
         self.scratch = memory.num_pages
         self.pages_L2PKSD = torch.zeros(
             shape.num_layers,

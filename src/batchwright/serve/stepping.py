@@ -114,12 +114,13 @@ class Stepper:
         if not self._open and not self._plan_one():
             return False
         step = self._open[0]
+        was_left = step.has_ended  # by an interrupt: whom the step behind it names may be gone since
         step.start(self._executor, self._began)
         if self._executor.overlaps and not step.has_ended and len(self._open) == 1:
             self._plan_one()
         step.land()
         for following in list(self._open)[1:]:
-            if step.failed:
+            if step.failed or was_left:
                 following.void()
             else:
                 following.start(self._executor, self._began)

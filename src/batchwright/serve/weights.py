@@ -19,7 +19,7 @@ from torch import Tensor
 
 from batchwright.errors import BrokenWeights, ConfigError, InputError, MissingDependency, UnsupportedModel
 from batchwright.policy.pages import Memory
-from batchwright.serve.backend import Backend, Quantization, Target, not_deterministic, ops_for
+from batchwright.serve.backend import Backend, Quantization, Target, not_deterministic, ops_for, takes_openvino
 from batchwright.serve.checkpoint import SafetensorsSource, read_json
 from batchwright.serve.executor import Executor, TorchExecutor
 from batchwright.serve.gguf_file import GgufFile
@@ -96,8 +96,8 @@ def load(
 ) -> LoadedModel:
     """`source`: a directory with config.json and safetensors, a .gguf file, or "smollm2". Nothing is downloaded.
 
-    `backend`: "native" (our kernels for a CPU), "torch", or "auto", which takes what was measured to be faster of the
-    two; "openvino" runs OpenVINO's kernels on a CPU, needs the extra of that name, and has pages of 32 tokens.
+    `backend`: "native" (our kernels for a CPU), "openvino" (its kernels for a CPU, with pages of 32 tokens; needs the
+    extra of that name), "torch", or "auto", which takes the first of these that is faster here and can be had.
     `quantization`: "int8" holds the projections' weights in half the memory and rounds their inputs to int8 as well.
     `deterministic`: prefer operators under which requests do not affect each other, for `Engine(deterministic=True)`.
 
@@ -239,7 +239,7 @@ def _build(
         return tensor.to(target.device)
 
     in_pair_order = source.in_pair_order
-    if target.backend == "openvino":
+    if takes_openvino(target):
         return OpenVinoDecoder(
             config, take, freq_C, dtype=target.dtype, in_pair_order=in_pair_order, quantization=target.quantization
         )

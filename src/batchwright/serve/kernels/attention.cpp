@@ -1,8 +1,9 @@
 // Attention over pages, read where they are: no gathering, no padding to the longest row of the batch.
 //
-// A page holds, for each key-value head, `size` keys and then as many values, in the order in which a vector takes them: keys as [head_dim / width][size][width], values as [size / width][head_dim][width], with width 2
-// for bfloat16 and 1 for float32. Thus 16 keys meet a query, and a pair of keys' weights 16 of their values, without
-// a shuffle. Keys and values are stored in that order when they are made.
+// A page holds, for each key-value head, `size` keys and then as many values, in the order in which a vector takes
+// them: keys as [head_dim / width][size][width], values as [size / width][head_dim][width], with width 2 for bfloat16
+// and 1 for float32. Thus 16 keys meet a query, and a pair of keys' weights 16 of their values, without a shuffle.
+// Keys and values are stored in that order when they are made.
 //
 // A query sees its keys in spans of 64, counted from the first; largest score, sum of weights and output are carried
 // from span to span in float32. Spans lie where they lie whoever else is in the step, and however a prompt was cut
@@ -20,7 +21,7 @@ constexpr int kSpan = 64;                   // keys taken at once, in parts of 1
 constexpr int kParts = kSpan / kLanes;
 constexpr int kGroup = 4;                   // queries that meet them at once
 constexpr int kTile = 16;                   // positions of a prompt in one task
-constexpr int kFields = 4;                  // of a row: first position of the step, positions, start, first of its pages
+constexpr int kFields = 4;                  // of a row: first position of the step, positions, start, first page
 constexpr float kLeast = -std::numeric_limits<float>::infinity();
 
 struct Shape {
@@ -303,9 +304,10 @@ void attend(Task<T> &task, const Tile &tile, int head, const Tile &following, in
   for (int first = 0; first < tile.start + tile.count; first += kSpan) {
     const bool is_last = first + kSpan >= tile.start + tile.count;
     const Tile &then = is_last ? following : tile;
+    const int then_head = is_last ? following_head : head, then_first = is_last ? 0 : first + kSpan;
     std::copy(parts, parts + kParts, next);
     int next_count = count;
-    if (may_fetch) next_count = span(task, then, is_last ? following_head : head, is_last ? 0 : first + kSpan, pages, next);
+    if (may_fetch) next_count = span(task, then, then_head, then_first, pages, next);
     see_in_groups(task, first, parts, count, next);
     if (is_last) break;
     if (!may_fetch) next_count = span(task, tile, head, first + kSpan, pages, next);
@@ -317,8 +319,8 @@ void attend(Task<T> &task, const Tile &tile, int head, const Tile &following, in
 
 // Stores the keys and values of all positions of a step in a layer's pages, then lets all its queries attend.
 template <class T>
-void step(T *qkv, const float *turns, T *pages, T *out, const int32_t *rows, int64_t num_rows, const int32_t *tables,
-          int heads, int kv_heads, int dim, int size, int threads) {
+void step(T *qkv, const float *turns, T *pages, T *out, const int32_t *rows, int64_t num_rows,
+          const int32_t *tables, int heads, int kv_heads, int dim, int size, int threads) {
   const Shape shape{heads, kv_heads, dim, size};
   const std::vector<Tile> tiles = tiles_of(rows, num_rows, tables);
   const int64_t num_tiles = int64_t(tiles.size()), tasks = num_tiles * kv_heads;
@@ -334,7 +336,8 @@ void step(T *qkv, const float *turns, T *pages, T *out, const int32_t *rows, int
 #pragma omp for schedule(dynamic, at_once)
     for (int64_t i = 0; i < tasks; ++i) {
       const int64_t next = i + 1 < tasks ? i + 1 : i;
-      attend(task, tiles[i / kv_heads], int(i % kv_heads), tiles[next / kv_heads], int(next % kv_heads), qkv, pages, out);
+      attend(task, tiles[i / kv_heads], int(i % kv_heads), tiles[next / kv_heads], int(next % kv_heads), qkv, pages,
+             out);
     }
   }
 }

@@ -40,7 +40,8 @@ void choose(const float *row, int64_t width, float *peak, int64_t *place) {
 }  // namespace
 }  // namespace batchwright
 
-extern "C" void choose_float32(const float *x, int64_t rows, int64_t width, float *peaks, int64_t *places, int threads) {
+extern "C" void choose_float32(const float *x, int64_t rows, int64_t width, float *peaks, int64_t *places,
+                               int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t row = 0; row < rows; ++row) batchwright::choose(x + row * width, width, peaks + row, places + row);
 }

@@ -149,7 +149,8 @@ void matmul(const X *x, int64_t stride, int64_t rows, int64_t inputs, const T *w
       for (int64_t panel = s * share; panel < end; ++panel) {
         const T *here = w + panel * kPanel * inputs;
         const char *next = reinterpret_cast<const char *>(here + kPanel * inputs);
-        const int64_t ahead = count > kSequential ? kVectors * 64 / parts : 0, fetched = inputs / Lane<T>::width * ahead;
+        const int64_t ahead = count > kSequential ? kVectors * 64 / parts : 0;
+        const int64_t fetched = inputs / Lane<T>::width * ahead;
         for (int64_t part = 0; part < parts; ++part) {
           const int64_t from = first + count * part / parts, to = first + count * (part + 1) / parts;
           Floats values[kRows][kVectors];
@@ -257,12 +258,14 @@ void matmul_bfloat16(const bf16 *x, int64_t stride, int64_t rows, int64_t inputs
 void matmul_int8_float32(const float *x, int64_t stride, int64_t rows, int64_t inputs, const int8_t *w,
                          const float *scales, const int32_t *starts, const float *bias, float *y, int64_t y_stride,
                          int64_t width, int mode, uint8_t *workspace, float *input_scales, int threads) {
-  quantized(x, stride, rows, inputs, w, scales, starts, bias, y, y_stride, width, mode, workspace, input_scales, threads);
+  quantized(x, stride, rows, inputs, w, scales, starts, bias, y, y_stride, width, mode, workspace, input_scales,
+            threads);
 }
 void matmul_int8_bfloat16(const bf16 *x, int64_t stride, int64_t rows, int64_t inputs, const int8_t *w,
                           const float *scales, const int32_t *starts, const bf16 *bias, bf16 *y, int64_t y_stride,
                           int64_t width, int mode, uint8_t *workspace, float *input_scales, int threads) {
-  quantized(x, stride, rows, inputs, w, scales, starts, bias, y, y_stride, width, mode, workspace, input_scales, threads);
+  quantized(x, stride, rows, inputs, w, scales, starts, bias, y, y_stride, width, mode, workspace, input_scales,
+            threads);
 }
 
 }  // extern "C"

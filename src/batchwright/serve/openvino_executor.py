@@ -66,7 +66,7 @@ def runs_here(dtype: torch.dtype) -> bool:
         check_installed()
         import openvino
 
-        _check_precision(openvino.Core(), dtype)
+        check_precision(openvino.Core(), dtype)
     except (MissingDependency, ConfigError, ImportError):
         return False
     return True

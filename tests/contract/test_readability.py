@@ -39,8 +39,10 @@ def test_no_module_outgrows_a_sitting() -> None:
 
 
 def test_no_line_of_a_kernel_is_too_long() -> None:
-    lines = [(path.name, number, line) for path in KERNELS for number, line in enumerate(path.open(), 1)]
-    assert lines and not [(name, number) for name, number, line in lines if len(line.rstrip()) > MAX_COLUMNS]
+    lines = [
+        (path.name, number, line) for path in KERNELS for number, line in enumerate(path.read_text().splitlines(), 1)
+    ]
+    assert lines and not [(name, number) for name, number, line in lines if len(line) > MAX_COLUMNS]
 
 
 def test_no_function_outgrows_a_screen() -> None:

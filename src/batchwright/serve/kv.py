@@ -17,13 +17,13 @@ from batchwright.policy.pages import Memory
 
 
 class PagedKV:
-    """Keys and values for `memory.num_pages` pages."""
+    """Keys and values for `memory.num_pages` pages. The system provides them as they are first written."""
 
     def __init__(self, shape: ModelShape, memory: Memory, dtype: torch.dtype, device: torch.device) -> None:
         self.page_size = memory.page_size
         self.scratch = memory.num_pages
         self.num_heads = shape.num_kv_heads
-        self.pages_LPMSD = torch.zeros(
+        self.pages_LPMSD = torch.empty(
             shape.num_layers,
             memory.num_pages + 1,
             2 * shape.num_kv_heads,

@@ -175,7 +175,7 @@ class OpenVinoPages:
             asked, fact = f"running pages of {memory.page_size} tokens on OpenVINO", f"its pages hold {PAGE_SIZE}"
             raise ConfigError(asked, fact, f'use Memory(..., page_size={PAGE_SIZE}), or load with backend="torch"')
         self.scratch = memory.num_pages
-        self.pages_L2PKSD = torch.zeros(
+        self.pages_L2PKSD = torch.empty(
             shape.num_layers,
             2,
             memory.num_pages + 1,

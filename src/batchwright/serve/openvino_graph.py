@@ -21,6 +21,7 @@ from openvino.op import Constant, _PagedAttentionExtension
 from torch import Tensor
 
 from batchwright.serve.checkpoint import positive
+from batchwright.serve.linear import quantized
 from batchwright.serve.model import Take, supported_shape
 
 _EXACT_INPUTS = 64
@@ -29,8 +30,6 @@ _EXACT_INPUTS = 64
 SmolLM2's logits are then within 6e-5 of those in float64; with slices of 192 1.1e-4, with whole rows 2e-4.
 """
 
-_ROWS_AT_ONCE = 4096
-"""Outputs whose weights are rounded to int8 at a time, so that the head of a large vocabulary needs little memory."""
 
 _TYPES = {
     torch.float32: (ov.Type.f32, torch.float32),
@@ -190,8 +189,8 @@ class _Builder:
 
     def _int8_product(self, x_TI: Value, weight_NI: Tensor) -> Value:
         """Convert and multiply are how the plugin recognises a weight that it may keep as int8."""
-        rounded_NI, scale_N1 = rounded(weight_NI)
-        weight = ops.multiply(_float(self._constant(rounded_NI)), self._constant(scale_N1))
+        steps_NI, scale_N = quantized(weight_NI)
+        weight = ops.multiply(_float(self._constant(steps_NI)), self._constant(scale_N[:, None]))
         return ops.matmul(x_TI, weight, transpose_a=False, transpose_b=True)
 
     # ---- leaves
@@ -217,19 +216,6 @@ class _Step(NamedTuple):
     sin: Value
     paging: list[Value]
     max_context_len: Value
-
-
-def rounded(weight_NI: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values from -127 to 127, and the float32 scale of each output: their product is nearly the weight."""
-    rounded_NI = torch.empty(weight_NI.shape, dtype=torch.int8)
-    scale_N1 = torch.empty(len(weight_NI), 1)
-    smallest = torch.finfo(torch.float32).tiny
-    parts = (tensor.split(_ROWS_AT_ONCE) for tensor in (weight_NI, rounded_NI, scale_N1))
-    for weight, whole, scale in zip(*parts, strict=True):
-        exact = weight.float()
-        scale.copy_(exact.abs().amax(1, keepdim=True).div_(127).clamp_(min=smallest))
-        whole.copy_(exact.div(scale).round_())
-    return rounded_NI, scale_N1
 
 
 def as_openvino(tensor: Tensor) -> Any:

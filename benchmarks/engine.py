@@ -27,7 +27,8 @@ import batchwright
 from batchwright.policy.pages import Memory
 from batchwright.policy.types import StepPlan
 from batchwright.serve.engine import Engine
-from batchwright.serve.sampling import Sampled, SamplingParams
+from batchwright.serve.params import SamplingParams
+from batchwright.serve.sampling import Sampled
 from batchwright.serve.sequences import RowResult
 from batchwright.serve.weights import LoadedModel, load
 

@@ -16,7 +16,7 @@ from batchwright.errors import BatchwrightError, MissingDependency
 if TYPE_CHECKING:
     from batchwright.serve.engine import Engine
     from batchwright.serve.outputs import Completion, Output
-    from batchwright.serve.sampling import SamplingParams
+    from batchwright.serve.params import SamplingParams
 
 __version__ = "0.1.0"
 
@@ -26,7 +26,7 @@ _HOMES = {
     "Completion": "batchwright.serve.outputs",
     "Engine": "batchwright.serve.engine",
     "Output": "batchwright.serve.outputs",
-    "SamplingParams": "batchwright.serve.sampling",
+    "SamplingParams": "batchwright.serve.params",
 }
 
 

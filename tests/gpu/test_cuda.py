@@ -12,7 +12,8 @@ from batchwright.policy.static import static
 from batchwright.policy.types import Scheduler
 from batchwright.serve.engine import Engine
 from batchwright.serve.outputs import Completion
-from batchwright.serve.sampling import Row, SamplingParams, sample
+from batchwright.serve.params import SamplingParams
+from batchwright.serve.sampling import Row, sample
 from tests.serve.conftest import make_checkpoint  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.gpu

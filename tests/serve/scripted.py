@@ -15,7 +15,8 @@ from batchwright.policy.types import Dropped, Request, Scheduler, StepOutcome, S
 from batchwright.serve.executor import TorchExecutor, TorchPending
 from batchwright.serve.keys import PageKeys
 from batchwright.serve.model import Decoder
-from batchwright.serve.sampling import Sampled, SamplingParams
+from batchwright.serve.params import SamplingParams
+from batchwright.serve.sampling import Sampled
 from batchwright.serve.sequences import RowResult
 from batchwright.serve.weights import LoadedModel
 from batchwright.testing import FakeExecutor

@@ -25,7 +25,7 @@ from batchwright.policy.types import StepPlan
 from batchwright.records import RequestRecord
 from batchwright.serve.engine import Engine, Policy, default_memory
 from batchwright.serve.outputs import Completion, Output
-from batchwright.serve.sampling import SamplingParams
+from batchwright.serve.params import SamplingParams
 from batchwright.serve.weights import LoadedModel
 from batchwright.testing import VirtualClock
 from tests.serve.scripted import (

@@ -25,7 +25,8 @@ from batchwright.serve.engine import Engine, Policy
 from batchwright.serve.executor import TorchExecutor
 from batchwright.serve.model import Decoder
 from batchwright.serve.outputs import Output
-from batchwright.serve.sampling import Sampled, SamplingParams
+from batchwright.serve.params import SamplingParams
+from batchwright.serve.sampling import Sampled
 from batchwright.serve.sequences import RowResult
 from batchwright.serve.weights import LoadedModel
 from batchwright.testing import VirtualClock

@@ -13,7 +13,7 @@ from batchwright.serve.engine import Completion, Engine
 from batchwright.serve.model import Decoder
 from batchwright.serve.native import NativeOps
 from batchwright.serve.ops import Ops, TorchOps
-from batchwright.serve.sampling import SamplingParams
+from batchwright.serve.params import SamplingParams
 from batchwright.serve.weights import LoadedModel, load
 from tests.serve.scripted import forced, reference, tokens_of, workload64
 

@@ -23,7 +23,7 @@ from batchwright.serve import native, openvino_executor, weights
 from batchwright.serve.engine import Engine
 from batchwright.serve.model import Decoder
 from batchwright.serve.openvino_executor import PAGE_SIZE, OpenVinoDecoder, OpenVinoExecutor, OpenVinoPending
-from batchwright.serve.sampling import SamplingParams
+from batchwright.serve.params import SamplingParams
 from batchwright.serve.sequences import RowResult
 from tests.serve.conftest import VARIANTS, MakeCheckpoint
 from tests.serve.scripted import forced, reference, reference_logits, tokens_of

@@ -12,10 +12,10 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from batchwright.errors import RequestError
 from batchwright.serve import sampling
+from batchwright.serve.params import SamplingParams
 from batchwright.serve.sampling import (
     Row,
     Sampled,
-    SamplingParams,
     _filter,
     _highest,
     _over_temperature,

@@ -22,8 +22,9 @@ from batchwright.records import FinishReason, Recorder
 from batchwright.serve.executor import Executor
 from batchwright.serve.live import LiveRequest
 from batchwright.serve.outputs import Completion, Output, completed
+from batchwright.serve.params import SamplingParams
 from batchwright.serve.prompts import Params, Prompt, as_prompts, paired, token_ids, tokenizer_of
-from batchwright.serve.sampling import Sampled, SamplingParams
+from batchwright.serve.sampling import Sampled
 from batchwright.serve.stepping import Step, Stepper
 from batchwright.serve.weights import LoadedModel, LoadOptions, load
 

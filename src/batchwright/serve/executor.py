@@ -19,7 +19,7 @@ from batchwright.policy.types import StepPlan
 from batchwright.serve.attention import RowSpan, layout_order
 from batchwright.serve.kv import PagedKV
 from batchwright.serve.model import Decoder
-from batchwright.serve.sampling import SamplingParams
+from batchwright.serve.params import SamplingParams
 from batchwright.serve.sequences import Feed, RowResult, Sequences
 
 

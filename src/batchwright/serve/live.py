@@ -6,7 +6,7 @@ from dataclasses import replace
 from batchwright.records import FinishReason
 from batchwright.serve.keys import PageKeys
 from batchwright.serve.outputs import Output
-from batchwright.serve.sampling import SamplingParams
+from batchwright.serve.params import SamplingParams
 from batchwright.serve.stopping import StopChecker
 from batchwright.serve.weights import LoadedModel
 

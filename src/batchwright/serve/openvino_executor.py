@@ -26,8 +26,8 @@ from batchwright.policy.pages import Memory
 from batchwright.policy.types import Chunk, StepPlan
 from batchwright.serve.attention import RowSpan
 from batchwright.serve.model import Take, supported_shape
+from batchwright.serve.params import SamplingParams
 from batchwright.serve.rope import frequencies
-from batchwright.serve.sampling import SamplingParams
 from batchwright.serve.sequences import Feed, RowResult, Sequences
 
 PAGE_SIZE = 32

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from batchwright.errors import ConfigError, RequestError
-from batchwright.serve.sampling import SamplingParams
+from batchwright.serve.params import SamplingParams
 from batchwright.serve.tokenizer import Tokenizer
 from batchwright.serve.weights import LoadedModel
 

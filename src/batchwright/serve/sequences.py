@@ -11,7 +11,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from batchwright.policy.types import Chunk
-from batchwright.serve.sampling import Row, Sampled, SamplingParams, sample
+from batchwright.serve.params import SamplingParams
+from batchwright.serve.sampling import Row, Sampled, sample
 
 _FILLER_TOKEN = 0
 

@@ -15,7 +15,7 @@ from zlib import crc32
 import msgspec
 
 from batchwright.errors import ConfigError, InputError, RequestError
-from batchwright.serve.sampling import SamplingParams
+from batchwright.serve.params import SamplingParams
 from batchwright.serve.weights import LoadedModel
 from batchwright.traffic import TrafficRequest, limit, lognormal_lengths, read_trace, scale_lengths
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from batchwright.serve import openvino_executor, weights
-from batchwright.serve.attention import rotated
+from batchwright.serve.attention import reference_attention, rotated
 from batchwright.serve.model import Decoder
 from batchwright.serve.rope import rotations
 from batchwright.serve.weights import LoadedModel
@@ -84,15 +83,13 @@ class DenseCache:
         self.kv: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, layer: int, qkv_TF: Tensor) -> Tensor:
-        shape = self.decoder.shape
+        does = self.decoder.attention[layer]
         start = len(self.kv[layer][0]) if layer in self.kv else 0
-        turn_T1C = rotations(torch.arange(start, start + len(qkv_TF)), self.decoder.freq_C)
-        q_THD, k_TKD, v_TKD = rotated(qkv_TF, turn_T1C, shape.num_heads, shape.num_kv_heads)
+        turn_T1C = None
+        if does.freq_C is not None:
+            turn_T1C = rotations(torch.arange(start, start + len(qkv_TF)), does.freq_C)
+        q_THD, k_TKD, v_TKD = rotated(qkv_TF, turn_T1C, does.num_heads, self.decoder.shape.num_kv_heads)
         if layer in self.kv:
             k_TKD, v_TKD = (torch.cat(pair) for pair in zip(self.kv[layer], (k_TKD, v_TKD), strict=True))
         self.kv[layer] = k_TKD, v_TKD
-        num_new, num_all = len(q_THD), len(k_TKD)
-        visible = torch.ones(num_new, num_all, dtype=torch.bool, device=q_THD.device).tril(num_all - num_new)
-        q_HTD, k_KTD, v_KTD = (tensor.transpose(0, 1)[None] for tensor in (q_THD, k_TKD, v_TKD))
-        o_HTD = F.scaled_dot_product_attention(q_HTD, k_KTD, v_KTD, attn_mask=visible, enable_gqa=True)
-        return o_HTD[0].transpose(0, 1).reshape(num_new, -1)
+        return reference_attention(q_THD, k_TKD, v_TKD, start, does)

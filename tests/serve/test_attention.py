@@ -10,7 +10,7 @@ from torch import Tensor
 
 from batchwright.facts.shape import ModelShape
 from batchwright.policy.pages import Memory
-from batchwright.serve.attention import RowSpan, StepLayout, layout_order, reference_attention
+from batchwright.serve.attention import LayerAttention, RowSpan, StepLayout, layout_order, reference_attention
 from batchwright.serve.kv import PagedKV, slots
 from tests.serve.scripted import tiny
 
@@ -44,13 +44,17 @@ class Pages:
         return keys, values
 
 
-def attended(rows: Sequence[RowSpan], kv: PagedKV, layer: int, *qkv: Tensor) -> Tensor:
-    """o_TE of queries, keys and values that no frequency rotates."""
+def attended(rows: Sequence[RowSpan], kv: PagedKV, layer: int, does: LayerAttention, *qkv: Tensor) -> Tensor:
     qkv_TF = torch.cat([part.flatten(1) for part in qkv], 1)
-    return StepLayout(rows, kv, shape().num_heads, torch.zeros(shape().head_dim // 2)).attend(layer, qkv_TF)
+    return StepLayout(rows, kv, [does] * shape().num_layers).attend(layer, qkv_TF)
 
 
-def worst(spans: Sequence[RowSpan], layer: int = 1, dtype: torch.dtype = torch.float32) -> float:
+PLAIN = LayerAttention(6, 8**-0.5)
+
+
+def worst(
+    spans: Sequence[RowSpan], layer: int = 1, dtype: torch.dtype = torch.float32, does: LayerAttention = PLAIN
+) -> float:
     """The largest difference to the reference over a step of `spans`."""
     pages = Pages(dtype)
     rows = [spans[index] for index in layout_order(spans)]
@@ -58,13 +62,13 @@ def worst(spans: Sequence[RowSpan], layer: int = 1, dtype: torch.dtype = torch.f
     num_positions = sum(row.num_positions for row in rows)
     q_THD = random(num_positions, shape().num_heads, shape().head_dim, dtype=dtype)
     k_TKD, v_TKD = (random(num_positions, pages.kv.num_heads, shape().head_dim, dtype=dtype) for _ in "kv")
-    o_TE = attended(rows, pages.kv, layer, q_THD, k_TKD, v_TKD)
+    o_TE = attended(rows, pages.kv, layer, does, q_THD, k_TKD, v_TKD)
     expected, first = [], 0
     for row, (keys, values) in zip(rows, pasts, strict=True):
         here = slice(first, first := first + row.num_positions)
         expected.append(
             reference_attention(
-                q_THD[here], torch.cat([keys, k_TKD[here]]), torch.cat([values, v_TKD[here]]), row.start
+                q_THD[here], torch.cat([keys, k_TKD[here]]), torch.cat([values, v_TKD[here]]), row.start, does
             )
         )
     return float((o_TE.float() - torch.cat(expected).float()).abs().max())
@@ -111,8 +115,8 @@ def test_rows_without_pages_compute_and_harm_nobody() -> None:
     keys, values = pages.past(alive, 0)
     rows = [RowSpan(30, 1, ()), alive, RowSpan(0, 9, ())]
     q_THD, k_TKD, v_TKD = (random(11, heads, shape().head_dim) for heads in (6, 2, 2))
-    o_TE = attended(rows, pages.kv, 0, q_THD, k_TKD, v_TKD)
-    expected = reference_attention(q_THD[1:2], torch.cat([keys, k_TKD[1:2]]), torch.cat([values, v_TKD[1:2]]), 6)
+    o_TE = attended(rows, pages.kv, 0, PLAIN, q_THD, k_TKD, v_TKD)
+    expected = reference_attention(q_THD[1:2], torch.cat([keys, k_TKD[1:2]]), torch.cat([values, v_TKD[1:2]]), 6, PLAIN)
     assert (o_TE[1] - expected[0]).abs().max() < 1e-5
 
 

@@ -147,9 +147,9 @@ def test_metadata_reads_as_the_gguf_package_reads_it() -> None:
 
 def test_llama_3_scaling_comes_from_its_frequency_tensor(tmp_path: Path) -> None:
     """A file with rope_freqs.weight rotates by Llama-3 frequencies; one without, by plain ones."""
-    scaled = weights.load(write_tiny(tmp_path / "scaled.gguf"), torch.float32).decoder
+    scaled = weights.load(write_tiny(tmp_path / "scaled.gguf"), torch.float32).decoder.attention[0]
     assert torch.allclose(scaled.freq_C, frequencies({"rope_parameters": LLAMA3_ROPE}, 16))
-    plain = weights.load(write_tiny(tmp_path / "plain.gguf", drop=("rope_freqs",))).decoder
+    plain = weights.load(write_tiny(tmp_path / "plain.gguf", drop=("rope_freqs",))).decoder.attention[0]
     assert torch.equal(plain.freq_C, frequencies({}, 16))
 
 

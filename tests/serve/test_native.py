@@ -19,7 +19,7 @@ from batchwright.errors import ConfigError
 from batchwright.facts.shape import ModelShape
 from batchwright.policy.pages import Memory
 from batchwright.serve import native, weights
-from batchwright.serve.attention import RowSpan, layout_order
+from batchwright.serve.attention import LayerAttention, RowSpan, layout_order
 from batchwright.serve.backend import Quantization
 from batchwright.serve.engine import Engine
 from batchwright.serve.kernels import build, calls
@@ -117,6 +117,10 @@ def test_norms(width: int, dtype: torch.dtype, target: str) -> None:
     assert close(ours, theirs, dtype)
 
 
+def plain(shape: ModelShape, freq_C: Tensor) -> list[LayerAttention]:
+    return [LayerAttention(shape.num_heads, shape.head_dim**-0.5, freq_C=freq_C)] * shape.num_layers
+
+
 def shape_of(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelShape:
     return ModelShape(
         family="llama", num_layers=2, hidden=96, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
@@ -148,9 +152,11 @@ def attended(
     if past:
         ordered = [past[i] for i in layout_order(past)]
         num_past = sum(row.num_positions for row in ordered)
-        ops.layout(ordered, kv, shape, freq_C).attend(layer, random(num_past, num_values, dtype=kv.pages_LPMSD.dtype))
+        ops.layout(ordered, kv, plain(shape, freq_C)).attend(
+            layer, random(num_past, num_values, dtype=kv.pages_LPMSD.dtype)
+        )
     num_now = sum(row.num_positions for row in rows)
-    return ops.layout(rows, kv, shape, freq_C).attend(
+    return ops.layout(rows, kv, plain(shape, freq_C)).attend(
         layer, random(num_now, num_values, dtype=kv.pages_LPMSD.dtype, seed=1)
     )
 
@@ -208,7 +214,7 @@ def test_rows_without_pages_harm_nobody() -> None:
     kv.pages_LPMSD[:, kv.scratch] = torch.nan
     ops, freq_C = NativeOps(), 1 / 100 ** torch.linspace(0, 1, 8)
     qkv_TF = torch.cat([random(1, 160, dtype=torch.float32, seed=1), torch.randn(10, 160)])
-    beside = ops.layout([alive, RowSpan(30, 1, ()), RowSpan(0, 9, ())], kv, SHAPE, freq_C).attend(1, qkv_TF)
+    beside = ops.layout([alive, RowSpan(30, 1, ()), RowSpan(0, 9, ())], kv, plain(SHAPE, freq_C)).attend(1, qkv_TF)
     assert torch.equal(beside[0], alone[0])
 
 
@@ -237,7 +243,7 @@ def test_a_prompts_outputs_are_the_same_bits_however_it_is_cut(dtype: torch.dtyp
             rows += [RowSpan(0, 3, (20 + i,)) for i in range(company)]
             beside_TF = random(3 * company, 160, dtype=dtype, seed=start)
             both_TF = torch.cat([part_TF, beside_TF])
-            outputs.append(NativeOps().layout(rows, kv, SHAPE, freq_C).attend(0, both_TF)[: len(part_TF)])
+            outputs.append(NativeOps().layout(rows, kv, plain(SHAPE, freq_C)).attend(0, both_TF)[: len(part_TF)])
             start += len(part_TF)
         return torch.cat(outputs)
 

@@ -38,7 +38,7 @@ def logits_of(decoder: Decoder, prompt: list[int], output: tuple[int, ...]) -> T
     tokens = [*prompt, *output]
     row = RowSpan(0, len(tokens), tuple(range(-(-len(tokens) // PAGE_SIZE))))
     kv = PagedKV(decoder.shape, Memory(len(row.table), PAGE_SIZE, 8192), decoder.dtype, decoder.device)
-    layout = decoder.ops.layout([row], kv, decoder.shape, decoder.freq_C)
+    layout = decoder.ops.layout([row], kv, decoder.attention)
     rows_R = torch.arange(len(prompt) - 1, len(tokens) - 1, device=decoder.device)
     return decoder.forward(torch.tensor(tokens, device=decoder.device), layout.attend, rows_R).cpu()
 

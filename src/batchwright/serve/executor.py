@@ -99,7 +99,7 @@ class TorchExecutor:
     def _forward(self, rows: Sequence[RowSpan], tokens: Sequence[int], sampling: Sequence[int]) -> Tensor:
         """logits_RV of the positions `sampling`, counted over those of all rows."""
         decoder = self._decoder
-        layout = decoder.ops.layout(rows, self.kv, decoder.shape, decoder.freq_C)
+        layout = decoder.ops.layout(rows, self.kv, decoder.attention)
         tokens_T = torch.tensor(tokens, device=decoder.device)
         rows_R = torch.tensor(sampling, dtype=torch.int64, device=decoder.device)
         return decoder.forward(tokens_T, layout.attend, rows_R, self._room(len(sampling)))

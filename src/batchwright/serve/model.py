@@ -19,6 +19,7 @@ from torch import Tensor
 
 from batchwright.errors import UnsupportedModel
 from batchwright.facts.shape import ModelShape
+from batchwright.serve.attention import LayerAttention
 from batchwright.serve.checkpoint import positive, section
 from batchwright.serve.ops import Ops, TorchOps
 from batchwright.serve.rope import frequencies, interleave
@@ -55,7 +56,10 @@ class Decoder:
         self._eps = positive("rms_norm_eps", config.get("rms_norm_eps", 1e-6))
         freq_C = frequencies(config, self.shape.head_dim) if freq_C is None else freq_C
         self._embedding_VE = take("model.embed_tokens.weight")
-        self.freq_C = freq_C.to(self._embedding_VE.device)
+        does = LayerAttention(
+            self.shape.num_heads, self.shape.head_dim**-0.5, freq_C=freq_C.to(self._embedding_VE.device)
+        )
+        self.attention = (does,) * self.shape.num_layers
         take_qk = take if in_pair_order else lambda name: interleave(take(name), self.shape.head_dim)
         names = [f"model.layers.{i}." for i in range(self.shape.num_layers)]
         self._layers = [_Layer(self.ops, self.shape, self._eps, name, take, take_qk) for name in names]
@@ -87,8 +91,13 @@ class Decoder:
         return num_positions * per_position * self.dtype.itemsize + num_rows * shape.vocab * 4
 
     @torch.inference_mode()
-    def forward(self, tokens_T: Tensor, attend: Attend, logit_rows_R: Tensor, room_RV: Tensor | None = None) -> Tensor:
-        """logits_RV in float32, in the order of `logit_rows_R` (int64, may be empty); perhaps in `room_RV`.
+    def forward(self, tokens_T: Tensor, attend: Attend, rows_R: Tensor, room_RV: Tensor | None = None) -> Tensor:
+        """logits_RV in float32, in the order of `rows_R` (int64, may be empty); perhaps in `room_RV`."""
+        return self.logits(self.hidden(tokens_T, attend, rows_R), room_RV)
+
+    @torch.inference_mode()
+    def hidden(self, tokens_T: Tensor, attend: Attend, rows_R: Tensor) -> Tensor:
+        """x_RE, normed: what logits are made of, at the positions `rows_R` (int64, may be empty).
 
         `attend` is called once per layer, in order. T is at least 1; all tensors are on the decoder's device.
         """
@@ -97,10 +106,17 @@ class Decoder:
             x_TE = layer.add_mlp(layer.add_attention(x_TE, attend(i, layer.qkv(x_TE))))
         last = self._layers[-1]
         o_TE = attend(len(self._layers) - 1, last.qkv(x_TE))
-        if not len(logit_rows_R):
-            return x_TE.new_empty((0, self.shape.vocab), dtype=torch.float32)
-        x_RE = last.add_mlp(last.add_attention(x_TE[logit_rows_R], o_TE[logit_rows_R]))
-        return self._head.floats(self.ops.norm(x_RE, self._norm_E, self._eps), room_RV)
+        if not len(rows_R):
+            return x_TE[:0]
+        x_RE = last.add_mlp(last.add_attention(x_TE[rows_R], o_TE[rows_R]))
+        return self.ops.norm(x_RE, self._norm_E, self._eps)
+
+    @torch.inference_mode()
+    def logits(self, x_RE: Tensor, room_RV: Tensor | None = None) -> Tensor:
+        """logits_RV in float32 of what `hidden` gave, or of any of its rows; perhaps in `room_RV`."""
+        if not len(x_RE):
+            return x_RE.new_empty((0, self.shape.vocab), dtype=torch.float32)
+        return self._head.floats(x_RE, room_RV)
 
 
 class _Layer:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from batchwright.facts.shape import ModelShape
-from batchwright.serve.attention import RowSpan
+from batchwright.serve.attention import LayerAttention, RowSpan
 from batchwright.serve.kernels import calls
 from batchwright.serve.kernels.build import built, cpu_features
 from batchwright.serve.kernels.calls import WIDTH, Mode, Packed, Step
 from batchwright.serve.kv import PagedKV
 from batchwright.serve.linear import quantized
-from batchwright.serve.ops import Gated, Layout, Linear
+from batchwright.serve.ops import Activation, Gated, Layout, Linear
 from batchwright.serve.rope import rotations
 
 _LANES = 16
@@ -60,16 +60,27 @@ class NativeOps:
     def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
         return NativeLinear(self._packed(weight_NK, bias_N))
 
-    def gated(self, weights_IK: Sequence[Tensor], biases_I: Sequence[Tensor] | None = None) -> Gated:
+    def gated(
+        self, weights_IK: Sequence[Tensor], biases_I: Sequence[Tensor] | None = None, activation: Activation = "silu"
+    ) -> Gated:
+        assert activation == "silu"
         num_outputs = len(weights_IK[0])
         both = self._packed(_alternating(weights_IK), _alternating(biases_I) if biases_I else None)
         return NativeGated(both._replace(num_outputs=num_outputs))
 
-    def norm(self, x_TE: Tensor, weight_E: Tensor, epsilon: float) -> Tensor:
-        return calls.norm(x_TE, weight_E, epsilon)
+    def norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        return calls.norm(x_TE, weight_E, eps)
 
-    def layout(self, rows: Sequence[RowSpan], kv: PagedKV, shape: ModelShape, freq_C: Tensor) -> Layout:
-        return NativeLayout(rows, kv, shape.num_heads, self._turns(max(row.context for row in rows), freq_C))
+    def norm_heads(
+        self, qkv_TF: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, num_heads: int, num_kv_heads: int, eps: float
+    ) -> None:
+        raise NotImplementedError
+
+    def layout(self, rows: Sequence[RowSpan], kv: PagedKV, layers: Sequence[LayerAttention]) -> Layout:
+        plain = layers[0]
+        assert plain.freq_C is not None and all(does is plain for does in layers)
+        turns_CD = self._turns(max(row.context for row in rows), plain.freq_C)
+        return NativeLayout(rows, kv, plain.num_heads, turns_CD)
 
     def _turns(self, context: int, freq_C: Tensor) -> Tensor:
         """Cosine and sine of each pair at the first positions, `context` of them at least; one model's, and kept."""
@@ -114,6 +125,9 @@ class NativeGated:
 
     def __call__(self, x_MK: Tensor) -> Tensor:
         return calls.matmul(x_MK, self._weight, Mode.GATED)
+
+    def halves(self, x_MK: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
 
     @property
     def num_bytes(self) -> int:

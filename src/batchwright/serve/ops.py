@@ -7,16 +7,18 @@ Shapes: M or T rows, K inputs, N outputs, E hidden, I gated outputs, F = (H + 2K
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchwright.facts.shape import ModelShape
-from batchwright.serve.attention import RowSpan, StepLayout
+from batchwright.serve.attention import LayerAttention, RowSpan, StepLayout
 from batchwright.serve.kv import PagedKV
 from batchwright.serve.linear import Int8Linear, TorchLinear
+
+Activation = Literal["silu", "gelu_tanh"]
+"""What a gate goes through. "gelu_tanh" is GELU by the formula with tanh."""
 
 
 class Linear(Protocol):
@@ -39,9 +41,13 @@ class Linear(Protocol):
 
 
 class Gated(Protocol):
-    """silu(x_MK @ gate_IK.T) * (x_MK @ up_IK.T), as y_MI."""
+    """activation(x_MK @ gate_IK.T) * (x_MK @ up_IK.T), as y_MI."""
 
     def __call__(self, x_MK: Tensor) -> Tensor: ...
+
+    def halves(self, x_MK: Tensor) -> tuple[Tensor, Tensor]:
+        """gate_MI and up_MI, before the activation and the product."""
+        ...
 
     @property
     def num_bytes(self) -> int: ...
@@ -77,15 +83,26 @@ class Ops(Protocol):
         """The weight may be freed by the caller afterwards."""
         ...
 
-    def gated(self, weights_IK: Sequence[Tensor], biases_I: Sequence[Tensor] | None = None) -> Gated:
+    def gated(
+        self, weights_IK: Sequence[Tensor], biases_I: Sequence[Tensor] | None = None, activation: Activation = "silu"
+    ) -> Gated:
         """`weights_IK`: gate, then up."""
         ...
 
-    def norm(self, x_TE: Tensor, weight_E: Tensor, epsilon: float) -> Tensor:
-        """The root-mean-square norm of each row."""
+    def norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """The root-mean-square norm of each row.
+
+        `weight_E` may be float32 where `x_TE` is narrower: the product is then made in float32 and rounded once.
+        """
         ...
 
-    def layout(self, rows: Sequence[RowSpan], kv: PagedKV, shape: ModelShape, freq_C: Tensor) -> Layout:
+    def norm_heads(
+        self, qkv_TF: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, num_heads: int, num_kv_heads: int, eps: float
+    ) -> None:
+        """`norm` of each query head and each key head, in place."""
+        ...
+
+    def layout(self, rows: Sequence[RowSpan], kv: PagedKV, layers: Sequence[LayerAttention]) -> Layout:
         """`rows` are in the order of the step's positions, decodes first (`attention.layout_order`)."""
         ...
 
@@ -104,25 +121,43 @@ class TorchOps:
     def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
         return self._linear(weight_NK, bias_N)
 
-    def gated(self, weights_IK: Sequence[Tensor], biases_I: Sequence[Tensor] | None = None) -> Gated:
-        return TorchGated(self.linear(torch.cat(list(weights_IK)), torch.cat(list(biases_I)) if biases_I else None))
+    def gated(
+        self, weights_IK: Sequence[Tensor], biases_I: Sequence[Tensor] | None = None, activation: Activation = "silu"
+    ) -> Gated:
+        both = self.linear(torch.cat(list(weights_IK)), torch.cat(list(biases_I)) if biases_I else None)
+        return TorchGated(both, activation)
 
-    def norm(self, x_TE: Tensor, weight_E: Tensor, epsilon: float) -> Tensor:
-        return F.rms_norm(x_TE, weight_E.shape, weight_E, epsilon)
+    def norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x_TE.to(weight_E.dtype), weight_E.shape, weight_E, eps).to(x_TE.dtype)
 
-    def layout(self, rows: Sequence[RowSpan], kv: PagedKV, shape: ModelShape, freq_C: Tensor) -> Layout:
-        return StepLayout(rows, kv, shape.num_heads, freq_C)
+    def norm_heads(
+        self, qkv_TF: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, num_heads: int, num_kv_heads: int, eps: float
+    ) -> None:
+        parts = qkv_TF.unflatten(1, (num_heads + 2 * num_kv_heads, -1)).split(
+            (num_heads, num_kv_heads, num_kv_heads), 1
+        )
+        for x_TGD, weight_D in zip(parts, (q_weight_D, k_weight_D), strict=False):
+            x_TGD.copy_(self.norm(x_TGD, weight_D, eps))
+
+    def layout(self, rows: Sequence[RowSpan], kv: PagedKV, layers: Sequence[LayerAttention]) -> Layout:
+        return StepLayout(rows, kv, layers)
 
 
 class TorchGated:
     """Gate and up as one product."""
 
-    def __init__(self, both: Linear) -> None:
-        self._both = both
+    def __init__(self, both: Linear, activation: Activation) -> None:
+        self._both, self._activation = both, activation
 
     def __call__(self, x_MK: Tensor) -> Tensor:
+        gate_MI, up_MI = self.halves(x_MK)
+        if self._activation == "silu":
+            return F.silu(gate_MI).mul_(up_MI)
+        return F.gelu(gate_MI, approximate="tanh").mul_(up_MI)
+
+    def halves(self, x_MK: Tensor) -> tuple[Tensor, Tensor]:
         gate_MI, up_MI = self._both(x_MK).chunk(2, 1)
-        return F.silu(gate_MI).mul_(up_MI)
+        return gate_MI, up_MI
 
     @property
     def num_bytes(self) -> int:

@@ -9,6 +9,7 @@ from batchwright.policy.continuous import Continuous, ContinuousSettings
 from batchwright.policy.dynamic import DynamicSettings, dynamic
 from batchwright.policy.order import Queueing, by_aged_priority, by_arrival, by_strict_priority
 from batchwright.policy.pages import Memory
+from batchwright.policy.speculation import Speculation
 from batchwright.policy.static import one_by_one, static
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "DynamicSettings",
     "Memory",
     "Queueing",
+    "Speculation",
     "by_aged_priority",
     "by_arrival",
     "by_strict_priority",

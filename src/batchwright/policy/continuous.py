@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from batchwright.errors import ConfigError
-from batchwright.policy.ledger import Flight, Ledger, Progress
+from batchwright.policy.ledger import Flight, Ledger, Progress, Share
 from batchwright.policy.order import Queueing, RankedQueue
 from batchwright.policy.pages import Memory
+from batchwright.policy.speculation import Speculation
 from batchwright.policy.types import Admitted, Chunk, Dropped, Load, Refused, Request, StepOutcome, StepPlan
 
 
@@ -28,7 +29,7 @@ class ContinuousSettings:
     `capacity`: "utilization" (TensorRT-LLM: MAX_UTILIZATION) admits when the prompt fits and preempts when outputs
     outgrow the pool; "guaranteed" (GUARANTEED_NO_EVICT) admits only what fits at its longest, and never preempts for
     memory. `watermark`: fraction of pages left free when admitting beside running requests ("utilization" only;
-    default 0.01).
+    default 0.01). `speculation`: rows may carry guesses that the executor offers; None: they never do.
     """
 
     max_rows: int = 256
@@ -37,6 +38,7 @@ class ContinuousSettings:
     capacity: Literal["utilization", "guaranteed"] = "utilization"
     watermark: float | None = None
     prefix_caching: bool = True
+    speculation: Speculation | None = None
     queueing: Queueing = field(default_factory=Queueing)
 
     def __post_init__(self) -> None:
@@ -89,16 +91,17 @@ class _Budget:
             self._ceiling = max(1, num_tokens - num_tokens // 16 - 1)
 
 
-class _Draft:
+class _Outline:
     """A plan being made."""
 
-    __slots__ = ("budget", "chunks", "flight", "plan_id")
+    __slots__ = ("budget", "chunks", "flight", "guessers", "plan_id")
 
     def __init__(self, plan_id: int, budget: int) -> None:
         self.plan_id = plan_id
         self.budget = budget  # positions left
         self.chunks: list[Chunk] = []
         self.flight: Flight = {}
+        self.guessers: list[tuple[int, Progress]] = []  # rows that guesses were offered for, with their chunks' places
 
 
 class Continuous:
@@ -156,6 +159,10 @@ class Continuous:
         return self._ledger.memory
 
     @property
+    def max_drafts(self) -> int:
+        return self.settings.speculation.max_drafts if self.settings.speculation else 0
+
+    @property
     def load(self) -> Load:
         return self._ledger.load(len(self._running))
 
@@ -170,32 +177,33 @@ class Continuous:
                 return retry
             self._is_retrying = False
         self._displace()
-        draft = _Draft(self._ledger.next_plan_id, self._budget.limit)
-        self._continue_running(draft, list(self._running))
-        self._admit_waiting(draft)
-        full = draft.budget == 0 or len(self._running) == self.settings.max_rows
-        return self._launch(draft, "full" if full else "idle")
+        outline = _Outline(self._ledger.next_plan_id, self._budget.limit)
+        self._continue_running(outline, list(self._running))
+        self._admit_waiting(outline)
+        full = outline.budget == 0 or len(self._running) == self.settings.max_rows
+        self._add_drafts(outline)
+        return self._launch(outline, "full" if full else "idle")
 
     def _plan_retry(self) -> StepPlan | None:
         """The next part of a failed step, unless all its rows have ended."""
         while self._retries:
-            draft = _Draft(self._ledger.next_plan_id, self._budget.limit)
-            self._continue_running(draft, self._retries.popleft())
-            if draft.chunks:
-                return self._launch(draft, "retry")
+            outline = _Outline(self._ledger.next_plan_id, self._budget.limit)
+            self._continue_running(outline, self._retries.popleft())
+            if outline.chunks:
+                return self._launch(outline, "retry")
         return None
 
-    def _launch(self, draft: _Draft, reason: Literal["full", "idle", "retry"]) -> StepPlan | None:
-        if not draft.chunks:
+    def _launch(self, outline: _Outline, reason: Literal["full", "idle", "retry"]) -> StepPlan | None:
+        if not outline.chunks:
             return None
         preempted, self._preempted = self._preempted, []
-        plan = self._ledger.launch(reason, draft.chunks, draft.flight, preempted)
-        self._num_rows[plan.id] = len(draft.chunks)
+        plan = self._ledger.launch(reason, outline.chunks, outline.flight, preempted)
+        self._num_rows[plan.id] = len(outline.chunks)
         return plan
 
-    def _continue_running(self, draft: _Draft, rows: list[Progress]) -> None:
+    def _continue_running(self, outline: _Outline, rows: list[Progress]) -> None:
         """Decodes first, then prompts under way, both in order of rank."""
-        plan_id, chunks, flight = draft.plan_id, draft.chunks, draft.flight
+        plan_id, chunks, flight = outline.plan_id, outline.chunks, outline.flight
         prefills = []
         for row in rows:
             if row.length - row.done != 1:
@@ -203,32 +211,34 @@ class Continuous:
                 continue
             if not row.running or (row.paused and not self._try_resuming(row)):
                 continue
-            if not draft.budget:
+            if not outline.budget:
                 break
             num_granted = 0
             if row.done == row.capacity:
                 if not self._make_room(row):
                     continue
                 num_granted = self._grant(row, 1)
-            draft.budget -= 1
+            outline.budget -= 1
             row.last_plan = plan_id
+            if row.num_offered:
+                outline.guessers.append((len(chunks), row))
             start = row.done
             request_id = row.request.id
-            flight[request_id] = row, 1
+            flight[request_id] = Share(row, 1)
             chunks.append(Chunk(request_id, start, 1, 0, row.promise(1), num_granted, row.pages))
         for row in prefills:
-            if draft.budget and row.running and row.done < row.length and self._try_resuming(row):
-                self._add_chunk(draft, row)
+            if outline.budget and row.running and row.done < row.length and self._try_resuming(row):
+                self._add_chunk(outline, row)
 
     def _try_resuming(self, row: Progress) -> bool:
         """End the pause of `row` if its last plan has landed; whether it takes part now."""
         row.paused = row.paused and self._ledger.in_flight(row)
         return not row.paused
 
-    def _admit_waiting(self, draft: _Draft) -> None:
+    def _admit_waiting(self, outline: _Outline) -> None:
         """New and preempted requests in order of rank; the first that does not fit holds the rest back."""
         waiting = self._ledger.waiting
-        while draft.budget and len(waiting):
+        while outline.budget and len(waiting):
             row = waiting[0]
             shared = self._ledger.find_prefix(row)
             if not self._fits(row, shared):
@@ -239,18 +249,41 @@ class Continuous:
             self._ledger.share(row, shared)
             row.reserved = self._goal_pages(row) - len(shared)
             self._reserved += row.reserved
-            self._add_chunk(draft, row)
+            self._add_chunk(outline, row)
 
-    def _add_chunk(self, draft: _Draft, row: Progress) -> None:
+    def _add_chunk(self, outline: _Outline, row: Progress) -> None:
         """As much of `row` as budget and cap allow; its pages are set aside already."""
-        num_tokens = min(row.length - row.done, draft.budget, self.settings.chunk_cap or draft.budget)
+        num_tokens = min(row.length - row.done, outline.budget, self.settings.chunk_cap or outline.budget)
         num_granted = self._grant(row, num_tokens)
-        draft.budget -= num_tokens
-        row.last_plan = draft.plan_id
+        outline.budget -= num_tokens
+        row.last_plan = outline.plan_id
         start = row.done
-        draft.flight[row.request.id] = row, num_tokens
-        draft.chunks.append(
+        outline.flight[row.request.id] = Share(row, num_tokens)
+        outline.chunks.append(
             Chunk(row.request.id, start, num_tokens, 0, row.promise(num_tokens), num_granted, row.pages)
+        )
+
+    # ---- guesses
+
+    def _add_drafts(self, outline: _Outline) -> None:
+        """Guesses for decodes, out of the budget and the pages that nobody else takes."""
+        for index, row in outline.guessers:
+            num_drafts = min(row.num_offered, self.max_drafts, row.limit - row.outputs, outline.budget)
+            num_pages = row.reserved + max(0, self._available - self._watermark)
+            num_drafts = min(num_drafts, row.capacity - row.done + num_pages * self._ledger.memory.page_size)
+            if num_drafts > 0:
+                self._extend(outline, index, row, num_drafts)
+
+    def _extend(self, outline: _Outline, index: int, row: Progress, num_drafts: int) -> None:
+        """Let the chunk of a decode carry guesses. Its row sits out until it is known how many were right."""
+        chunk = outline.chunks[index]
+        num_granted = chunk.num_granted + self._grant(row, num_drafts)
+        row.promise_drafts(num_drafts)
+        row.paused = True
+        outline.budget -= num_drafts
+        outline.flight[row.request.id] = Share(row, 1 + num_drafts, num_drafts)
+        outline.chunks[index] = chunk._replace(
+            num_tokens=1 + num_drafts, num_granted=num_granted, pages=row.pages, num_drafts=num_drafts
         )
 
     # ---- pages
@@ -329,8 +362,8 @@ class Continuous:
         """
         if not failed:
             return ()
-        rows = [row for row, _ in failed.values()]
-        num_tokens = sum(num_tokens for _, num_tokens in failed.values())
+        rows = [share.row for share in failed.values()]
+        num_tokens = sum(share.num_tokens for share in failed.values())
         ran_out_of_memory = outcome.failed == "oom"
         if ran_out_of_memory:
             self._budget.fail(num_tokens, is_retry=self._is_retrying)

@@ -9,7 +9,7 @@ from collections import deque
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from batchwright.policy.ledger import Flight, Ledger, Progress
+from batchwright.policy.ledger import Flight, Ledger, Progress, Share
 from batchwright.policy.order import Queueing, RankedQueue
 from batchwright.policy.pages import Memory
 from batchwright.policy.types import Admitted, Chunk, Dropped, Load, Reason, Refused, Request, StepOutcome, StepPlan
@@ -160,6 +160,10 @@ class Grouped:
         return self._ledger.memory
 
     @property
+    def max_drafts(self) -> int:
+        return 0
+
+    @property
     def load(self) -> Load:
         rows = self._batch.rows if self._batch else ()
         return self._ledger.load(sum(row is not None and not row.ended for row in rows))
@@ -226,7 +230,7 @@ class Grouped:
             chunks.append(chunk := batch.next_chunk(row, part.round_number))
             if row and chunk.num_tokens:
                 row.last_plan = self._ledger.next_plan_id
-                flight[row.request.id] = row, chunk.num_tokens
+                flight[row.request.id] = Share(row, chunk.num_tokens)
         plan = self._ledger.launch(part.reason, chunks, flight)
         self._in_flight[plan.id] = part
         return plan

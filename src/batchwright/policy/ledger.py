@@ -8,6 +8,7 @@ Every admitted request ends exactly once, and pages held + free == total after e
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 from batchwright.policy.order import Queueing, Rank, RankedQueue
 from batchwright.policy.pages import Memory, PagePool
@@ -41,6 +42,7 @@ class Progress:
         "last_plan",
         "length",
         "limit",
+        "num_offered",
         "num_published",
         "outputs",
         "pages",
@@ -64,6 +66,7 @@ class Progress:
         self.length = request.num_prompt
         self.done = self.committed = 0  # positions computed: promised, committed
         self.outputs = self.accepted = 0  # output tokens: promised, committed
+        self.num_offered = 0  # guesses that its executor has for its next step
         self.last_plan = -1
         self.running = self.ended = self.flushed = False
         self.paused = False  # takes no part in plans until its last one has landed
@@ -78,6 +81,12 @@ class Progress:
             self.length += 1
         return True
 
+    def promise_drafts(self, num_drafts: int) -> None:
+        """Count `num_drafts` guesses, which follow its last token, as if all were right, until it is known."""
+        self.done += num_drafts
+        self.outputs += num_drafts
+        self.length = self.request.num_prompt + min(self.outputs, self.limit - 1)
+
     @property
     def started(self) -> bool:
         """Whether any of it was ever planned."""
@@ -90,12 +99,21 @@ class Progress:
 
     def roll_back(self) -> None:
         """Forget promises that were not kept."""
+        self.num_offered = 0
         self.done, self.outputs = self.committed, self.accepted
         self.length = self.request.num_prompt + self.accepted
 
 
-Flight = dict[str, tuple[Progress, int]]
-"""The live rows of a plan under way, each with the positions that the plan computes for it."""
+class Share(NamedTuple):
+    """What a plan computes for one live row: `num_tokens` positions, of which the last `num_drafts` are guesses."""
+
+    row: Progress
+    num_tokens: int
+    num_drafts: int = 0
+
+
+Flight = dict[str, Share]
+"""The shares of a plan under way, by request."""
 
 
 class Ledger:
@@ -241,9 +259,9 @@ class Ledger:
         ended: list[Progress] = []
         failed: Flight = {}
         if outcome.failed:
-            failed = {request_id: row for request_id, row in flight.items() if not row[0].ended}
-            for request_id, (progress, _) in failed.items():
-                progress.roll_back()
+            failed = {request_id: share for request_id, share in flight.items() if not share.row.ended}
+            for request_id, share in failed.items():
+                share.row.roll_back()
                 for other in self._flights.values():
                     other.pop(request_id, None)
         else:
@@ -267,12 +285,19 @@ class Ledger:
     def _accept(self, flight: Flight, outcome: StepOutcome) -> list[Progress]:
         ended = []
         for item in outcome.items:
-            progress, num_tokens = flight.get(item.request_id, (None, 0))
-            if progress is None or progress.ended:
+            share = flight.get(item.request_id)
+            if share is None or share.row.ended:
                 continue
+            progress, num_tokens, num_drafts = share
+            assert item.num_accepted <= 1 + num_drafts, f"{item} gained more than {share} could bring"
+            if num_drafts:
+                num_tokens -= num_drafts - max(0, item.num_accepted - 1)
             progress.committed += num_tokens
             progress.accepted += item.num_accepted
             assert item.finished or item.error or progress.accepted < progress.limit, f"{item} must be finished"
+            if num_drafts:
+                progress.roll_back()  # its only plan in flight: what was not kept is promised no more
+            progress.num_offered = item.num_drafts
             self._num_stored += num_tokens
             if item.keys:
                 progress.keys.extend(item.keys)

@@ -81,6 +81,11 @@ class Chunk(NamedTuple):
     `pages` is the row's whole page table, of which the last `num_granted` are new in this plan. `samples`: the
     row's last known token is in this chunk, so one token is sampled. `num_tokens == 0` is a dead row: its
     request ended (or never was: `request_id` None) and the batch still executes it.
+
+    `num_drafts`: the last so many of `num_tokens` are guesses of the tokens that follow the row's last known one, which
+    is the first of the chunk. The chunk then samples after each of its positions, and is right about a guess where it
+    samples that very token before it. Keys and values of refused guesses lie beyond what counts, and are overwritten.
+    An executor that has fewer guesses by now than it offered may feed any token instead.
     """
 
     request_id: str | None
@@ -90,6 +95,7 @@ class Chunk(NamedTuple):
     samples: bool
     num_granted: int
     pages: tuple[int, ...]
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +126,10 @@ class StepPlan:
 class ItemOutcome(NamedTuple):
     """What happened to one row of a step.
 
-    `num_accepted`: tokens the row gained (1 where it sampled, more with speculation). `keys`: the opaque keys of
-    the pages that those tokens completed, in order. `error` ends the request, and no other will share its pages.
+    `num_accepted`: tokens the row gained: 1 where it sampled, and as many more as its chunk's guesses were right before
+    the first that was wrong; fewer if it finished before. `keys`: the opaque keys of the pages that those tokens
+    completed, in order. `error` ends the request, and no other will share its pages. `num_drafts`: guesses that the
+    executor has for the row's next step.
     """
 
     request_id: str
@@ -129,6 +137,7 @@ class ItemOutcome(NamedTuple):
     finished: bool = False
     error: bool = False
     keys: tuple[Hashable, ...] = ()
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +205,11 @@ class Scheduler(Protocol):
     @property
     def memory(self) -> Memory:
         """The pages it plans for."""
+        ...
+
+    @property
+    def max_drafts(self) -> int:
+        """The most guesses that it may ever plan for a row; 0: it never speculates, and offers are ignored."""
         ...
 
     @property

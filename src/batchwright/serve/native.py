@@ -8,7 +8,8 @@ residual, norm, gated, down added to the residual.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -17,13 +18,14 @@ from batchwright.facts.shape import ModelShape
 from batchwright.serve.attention import LayerAttention, RowSpan
 from batchwright.serve.kernels import calls
 from batchwright.serve.kernels.build import built, cpu_features
-from batchwright.serve.kernels.calls import WIDTH, Mode, Packed, Step
+from batchwright.serve.kernels.calls import WIDTH, Mode, Packed, Rule, Step
 from batchwright.serve.kv import PagedKV
 from batchwright.serve.linear import quantized
 from batchwright.serve.ops import Activation, Gated, Layout, Linear
 from batchwright.serve.rope import rotations
 
 _LANES = 16
+_GATED: Mapping[Activation, Mode] = MappingProxyType({"silu": Mode.SILU, "gelu_tanh": Mode.GELU})
 _NEEDED = {torch.bfloat16: "avx512_bf16", torch.float32: "avx512f"}
 
 
@@ -55,7 +57,7 @@ class NativeOps:
 
     def __init__(self, quantization: str | None = None) -> None:
         self._is_int8 = quantization == "int8"
-        self._turns_CD = torch.empty(0, 0)
+        self._turns: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the frequencies, which are kept alive
 
     def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
         return NativeLinear(self._packed(weight_NK, bias_N))
@@ -63,10 +65,9 @@ class NativeOps:
     def gated(
         self, weights_IK: Sequence[Tensor], biases_I: Sequence[Tensor] | None = None, activation: Activation = "silu"
     ) -> Gated:
-        assert activation == "silu"
         num_outputs = len(weights_IK[0])
         both = self._packed(_alternating(weights_IK), _alternating(biases_I) if biases_I else None)
-        return NativeGated(both._replace(num_outputs=num_outputs))
+        return NativeGated(both._replace(num_outputs=num_outputs), _GATED[activation])
 
     def norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         return calls.norm(x_TE, weight_E, eps)
@@ -74,21 +75,28 @@ class NativeOps:
     def norm_heads(
         self, qkv_TF: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, num_heads: int, num_kv_heads: int, eps: float
     ) -> None:
-        raise NotImplementedError
+        calls.norm_heads(qkv_TF, q_weight_D, k_weight_D, num_heads, num_kv_heads, eps)
 
     def layout(self, rows: Sequence[RowSpan], kv: PagedKV, layers: Sequence[LayerAttention]) -> Layout:
-        plain = layers[0]
-        assert plain.freq_C is not None and all(does is plain for does in layers)
-        turns_CD = self._turns(max(row.context for row in rows), plain.freq_C)
-        return NativeLayout(rows, kv, plain.num_heads, turns_CD)
+        longest = max(row.context for row in rows)
+        distinct = {id(does): does for does in layers}
+        rules = {key: self._rule(does, longest) for key, does in distinct.items()}
+        return NativeLayout(rows, kv, [rules[id(does)] for does in layers])
 
-    def _turns(self, context: int, freq_C: Tensor) -> Tensor:
-        """Cosine and sine of each pair at the first positions, `context` of them at least; one model's, and kept."""
-        turns_CD = self._turns_CD  # another thread may replace it, by a shorter one even
-        if context > len(turns_CD):
-            positions_C = torch.arange(1 << (context - 1).bit_length(), device=freq_C.device)
-            self._turns_CD = turns_CD = torch.view_as_real(rotations(positions_C, freq_C)).flatten(1).contiguous()
-        return turns_CD
+    def _rule(self, does: LayerAttention, longest: int) -> Rule:
+        """A window that all of a step's contexts fit in is none."""
+        window = 0 if does.window is None or does.window >= longest else does.window
+        turns_CD = None if does.freq_C is None else self._turns_of(does.freq_C, longest)
+        return Rule(does.num_heads, does.scale, does.cap or 0, window, turns_CD)
+
+    def _turns_of(self, freq_C: Tensor, longest: int) -> Tensor:
+        """Cosine and sine of each pair at the first positions, `longest` of them at least; kept beside `freq_C`."""
+        kept = self._turns.get(id(freq_C))  # another thread may replace it, by a shorter one even
+        if kept is None or longest > len(kept[1]):
+            positions_C = torch.arange(1 << (longest - 1).bit_length(), device=freq_C.device)
+            turns_CD = torch.view_as_real(rotations(positions_C, freq_C)).flatten(1).contiguous()
+            kept = self._turns[id(freq_C)] = freq_C, turns_CD
+        return kept[1]
 
     def _packed(self, weight_NK: Tensor, bias_N: Tensor | None) -> Packed:
         if not self._is_int8:
@@ -120,14 +128,17 @@ class NativeLinear:
 class NativeGated:
     """Gate and up, packed in turn."""
 
-    def __init__(self, weight: Packed) -> None:
-        self._weight = weight
+    def __init__(self, weight: Packed, mode: Mode) -> None:
+        self._weight, self._mode = weight, mode
 
     def __call__(self, x_MK: Tensor) -> Tensor:
-        return calls.matmul(x_MK, self._weight, Mode.GATED)
+        return calls.matmul(x_MK, self._weight, self._mode)
 
     def halves(self, x_MK: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+        num_outputs = self._weight.num_outputs
+        both = self._weight._replace(num_outputs=2 * -(-num_outputs // _LANES) * _LANES)
+        gates, ups = calls.matmul(x_MK, both, Mode.STORE).unflatten(1, (-1, 2, _LANES)).unbind(2)
+        return gates.flatten(1)[:, :num_outputs], ups.flatten(1)[:, :num_outputs]
 
     @property
     def num_bytes(self) -> int:
@@ -137,8 +148,8 @@ class NativeGated:
 class NativeLayout:
     """A step's rows as the attention kernel takes them. Positions beyond a row's pages are in the scratch page."""
 
-    def __init__(self, rows: Sequence[RowSpan], kv: PagedKV, num_heads: int, turns_CD: Tensor) -> None:
-        self._kv, self._num_heads = kv, num_heads
+    def __init__(self, rows: Sequence[RowSpan], kv: PagedKV, rules: Sequence[Rule]) -> None:
+        self._kv, self._rules = kv, rules
         fields, tables = array("i"), array("i")
         first = 0
         for row in rows:
@@ -148,13 +159,12 @@ class NativeLayout:
             tables.extend([kv.scratch] * (num_pages - len(row.table)))
             first += row.num_positions
         self._step = Step(
-            turns_CD,
             torch.frombuffer(fields, dtype=torch.int32).view(-1, 4),
             torch.frombuffer(tables, dtype=torch.int32),
         )
 
     def attend(self, layer: int, qkv_TF: Tensor) -> Tensor:
-        return calls.attend(qkv_TF, self._step, self._kv.pages_LPMSD[layer], self._num_heads)
+        return calls.attend(qkv_TF, self._step, self._rules[layer], self._kv.pages_LPMSD[layer])
 
 
 def _alternating(pair: Sequence[Tensor]) -> Tensor:

@@ -7,7 +7,8 @@
 //
 // A query sees its keys in spans of 64, counted from the first; largest score, sum of weights and output are carried
 // from span to span in float32. Spans lie where they lie whoever else is in the step, and however a prompt was cut
-// up, so that a query's output depends on its own context alone.
+// up, so that a query's output depends on its own context alone. That goes for windows too: a span that a query sees
+// nothing of leaves it bit for bit as it was, so it makes no difference whether neighbours had it visited or not.
 
 #include "simd.h"
 
@@ -31,6 +32,13 @@ struct Shape {
   int64_t row() const { return int64_t(heads + 2 * kv_heads) * dim; }
 };
 
+// What a layer makes of scores q.k. A query sees `window` keys, itself included; `cap` and `window` are 0 for none.
+struct Rule {
+  float scale, cap;
+  int window;
+  int lowest(int limit) const { return window && limit > window ? limit - window : 0; }  // key that is seen
+};
+
 struct Tile {
   const int32_t *pages;
   int64_t first;                            // position of the step
@@ -49,7 +57,10 @@ std::vector<Tile> tiles_of(const int32_t *rows, int64_t num_rows, const int32_t 
   return tiles;
 }
 
-// Turns neighbouring values of a head as one complex number each. `turns`: cosine and sine of each pair, by position.
+// The span with the first key that a tile sees.
+inline int first_of(const Rule &rule, const Tile &tile) { return rule.lowest(tile.start + 1) / kSpan * kSpan; }
+
+// Turns neighbouring values of a head as one complex number each. `turns`: cosine and sine of each pair.
 template <class T>
 inline void rotated(T *head, const float *turns, int dim) {
   for (int i = 0; i < dim; i += 2) {
@@ -75,13 +86,14 @@ void blank_tail(const Shape &shape, const Tile &tile, T *pages) {
   }
 }
 
+// `turns`: for `rotated`, by position, or none.
 template <class T>
 void store(const Shape &shape, const Tile &tile, const float *turns, T *qkv, T *pages) {
   constexpr int width = Lane<T>::width;
   for (int i = 0; i < tile.count; ++i) {
     T *row = qkv + (tile.first + i) * shape.row();
     const int position = tile.start + i, offset = position % shape.size;
-    for (int head = 0; head < shape.heads + shape.kv_heads; ++head)
+    for (int head = 0; turns && head < shape.heads + shape.kv_heads; ++head)
       rotated(row + head * shape.dim, turns + int64_t(position) * shape.dim, shape.dim);
     T *page = pages + tile.pages[position / shape.size] * shape.page();
     for (int head = 0; head < shape.kv_heads; ++head) {
@@ -132,13 +144,13 @@ Sixteen<T> copied(const Shape &shape, const T *pages, const Tile &tile, int head
 template <class T>
 struct Task {
   const Shape &shape;
-  float scale;
+  const Rule &rule;
   std::vector<float> outputs, most, sums;   // of each query
   std::vector<T> room;
   std::vector<const T *> queries;
-  std::vector<int> limits;                  // how many keys each may see
+  std::vector<int> limits;                  // the key that each may not see any more
 
-  Task(const Shape &s) : shape(s), scale(1 / std::sqrt(float(s.dim))), room(2 * kSpan * s.dim) {}
+  Task(const Shape &s, const Rule &r) : shape(s), rule(r), room(2 * kSpan * s.dim) {}
 };
 
 template <class T, int Q>
@@ -162,29 +174,52 @@ inline void score(const T *const *queries, int dim, const Sixteen<T> *parts, con
   }
 }
 
-// Scores become weights, in place and as T; `fades`: what the sums and outputs so far are multiplied by.
+// Products become scores: scaled, capped, and the least there is for a key that a query does not see.
 template <class T, int Q>
-inline void weigh(Task<T> &task, int first_query, int first_key, Floats (&scores)[Q][kParts], T (&weights)[Q][kSpan],
+inline void judge(const Task<T> &task, int first_query, int first_key, Floats (&scores)[Q][kParts]) {
+  const Rule &rule = task.rule;
+  const Floats factor = splat(rule.cap ? rule.scale / rule.cap : rule.scale);
+  for (int q = 0; q < Q; ++q)
+    for (int part = 0; part < kParts; ++part) scores[q][part] *= factor;
+  if (rule.cap)
+    for (int q = 0; q < Q; ++q)
+      for (int part = 0; part < kParts; ++part) scores[q][part] = splat(rule.cap) * tangent(scores[q][part]);
+  for (int q = 0; q < Q; ++q)
+    for (int part = 0; part < kParts; ++part) {
+      const Ints seen = lane_numbers() + splat(first_key + part * kLanes) < splat(task.limits[first_query + q]);
+      scores[q][part] = seen ? scores[q][part] : splat(kLeast);
+    }
+  if (rule.window)
+    for (int q = 0; q < Q; ++q) {
+      const Ints lowest = splat(rule.lowest(task.limits[first_query + q]));
+      for (int part = 0; part < kParts; ++part) {
+        const Ints over = lane_numbers() + splat(first_key + part * kLanes) < lowest;
+        scores[q][part] = over ? splat(kLeast) : scores[q][part];
+      }
+    }
+}
+
+// Scores become weights, as T; `fades`: what the sums and outputs so far are multiplied by.
+template <class T, int Q>
+inline void weigh(Task<T> &task, int first_query, const Floats (&scores)[Q][kParts], T (&weights)[Q][kSpan],
                   float (&fades)[Q]) {
   Floats change = {};
+  float peaks[Q];
   for (int q = 0; q < Q; ++q) {
     const int index = first_query + q;
     Floats most = splat(kLeast);
-    for (int part = 0; part < kParts; ++part) {
-      const Ints seen = lane_numbers() + splat(first_key + part * kLanes) < splat(task.limits[index]);
-      scores[q][part] = seen ? scores[q][part] * splat(task.scale) : splat(kLeast);
-      most = larger(scores[q][part], most);
-    }
-    const float before = task.most[index];
-    task.most[index] = std::max(before, largest(most));
-    change[q] = before == task.most[index] ? 0.0f : before - task.most[index];
+    for (int part = 0; part < kParts; ++part) most = larger(scores[q][part], most);
+    const float before = task.most[index], now = std::max(before, largest(most));
+    task.most[index] = now;
+    change[q] = before == now ? 0.0f : before - now;
+    peaks[q] = now == kLeast ? 0.0f : now;  // a query that has seen no key yet: weights of 0, not e^(-inf + inf)
   }
   const Floats all_fades = exponential(change);
   for (int q = 0; q < Q; ++q) {
     const int index = first_query + q;
     Floats sum = {};
     for (int part = 0; part < kParts; ++part) {
-      const Floats weight = exponential(scores[q][part] - splat(task.most[index]));
+      const Floats weight = exponential(scores[q][part] - splat(peaks[q]));
       sum += weight;
       write(weights[q] + part * kLanes, weight);
     }
@@ -229,7 +264,8 @@ void see(Task<T> &task, int first_query, int first_key, const Sixteen<T> *parts,
   T weights[Q][kSpan];
   float fades[Q];
   score<T, Q>(&task.queries[first_query], task.shape.dim, parts, next, scores);
-  weigh<T, Q>(task, first_query, first_key, scores, weights, fades);
+  judge<T, Q>(task, first_query, first_key, scores);
+  weigh<T, Q>(task, first_query, scores, weights, fades);
   int d = 0;
   for (; d + 4 * kLanes <= task.shape.dim; d += 4 * kLanes)
     add_values<T, Q, 4>(task, first_query, d, weights, fades, parts, num_parts, next);
@@ -299,12 +335,14 @@ void attend(Task<T> &task, const Tile &tile, int head, const Tile &following, in
             const T *pages, T *out) {
   const bool may_fetch = task.shape.size % kLanes == 0;
   Sixteen<T> parts[kParts], next[kParts];
-  int count = span(task, tile, head, 0, pages, parts);
+  const int begun = first_of(task.rule, tile);
+  int count = span(task, tile, head, begun, pages, parts);
   begin(task, tile, head, qkv);
-  for (int first = 0; first < tile.start + tile.count; first += kSpan) {
+  for (int first = begun; first < tile.start + tile.count; first += kSpan) {
     const bool is_last = first + kSpan >= tile.start + tile.count;
     const Tile &then = is_last ? following : tile;
-    const int then_head = is_last ? following_head : head, then_first = is_last ? 0 : first + kSpan;
+    const int then_head = is_last ? following_head : head;
+    const int then_first = is_last ? first_of(task.rule, following) : first + kSpan;
     std::copy(parts, parts + kParts, next);
     int next_count = count;
     if (may_fetch) next_count = span(task, then, then_head, then_first, pages, next);
@@ -320,10 +358,9 @@ void attend(Task<T> &task, const Tile &tile, int head, const Tile &following, in
 // Stores the keys and values of all positions of a step in a layer's pages, then lets all its queries attend.
 template <class T>
 void step(T *qkv, const float *turns, T *pages, T *out, const int32_t *rows, int64_t num_rows,
-          const int32_t *tables, int heads, int kv_heads, int dim, int size, int threads) {
-  const Shape shape{heads, kv_heads, dim, size};
+          const int32_t *tables, const Shape &shape, const Rule &rule, int threads) {
   const std::vector<Tile> tiles = tiles_of(rows, num_rows, tables);
-  const int64_t num_tiles = int64_t(tiles.size()), tasks = num_tiles * kv_heads;
+  const int64_t num_tiles = int64_t(tiles.size()), tasks = num_tiles * shape.kv_heads;
   const int64_t at_once = std::max<int64_t>(1, std::min<int64_t>(4, tasks / (4 * threads)));  // neighbours, prefetched
 #pragma omp parallel num_threads(threads)
   {
@@ -332,12 +369,11 @@ void step(T *qkv, const float *turns, T *pages, T *out, const int32_t *rows, int
       blank_tail(shape, tiles[i], pages);
       store(shape, tiles[i], turns, qkv, pages);
     }
-    Task<T> task(shape);
+    Task<T> task(shape, rule);
 #pragma omp for schedule(dynamic, at_once)
     for (int64_t i = 0; i < tasks; ++i) {
-      const int64_t next = i + 1 < tasks ? i + 1 : i;
-      attend(task, tiles[i / kv_heads], int(i % kv_heads), tiles[next / kv_heads], int(next % kv_heads), qkv, pages,
-             out);
+      const int64_t next = i + 1 < tasks ? i + 1 : i, heads = shape.kv_heads;
+      attend(task, tiles[i / heads], int(i % heads), tiles[next / heads], int(next % heads), qkv, pages, out);
     }
   }
 }
@@ -350,12 +386,14 @@ using namespace batchwright;
 extern "C" {
 
 void attend_float32(float *qkv, const float *turns, float *pages, float *out, const int32_t *rows, int64_t num_rows,
-                    const int32_t *tables, int heads, int kv_heads, int dim, int size, int threads) {
-  step(qkv, turns, pages, out, rows, num_rows, tables, heads, kv_heads, dim, size, threads);
+                    const int32_t *tables, int heads, int kv_heads, int dim, int size, float scale, float cap,
+                    int window, int threads) {
+  step(qkv, turns, pages, out, rows, num_rows, tables, {heads, kv_heads, dim, size}, {scale, cap, window}, threads);
 }
 void attend_bfloat16(bf16 *qkv, const float *turns, bf16 *pages, bf16 *out, const int32_t *rows, int64_t num_rows,
-                     const int32_t *tables, int heads, int kv_heads, int dim, int size, int threads) {
-  step(qkv, turns, pages, out, rows, num_rows, tables, heads, kv_heads, dim, size, threads);
+                     const int32_t *tables, int heads, int kv_heads, int dim, int size, float scale, float cap,
+                     int window, int threads) {
+  step(qkv, turns, pages, out, rows, num_rows, tables, {heads, kv_heads, dim, size}, {scale, cap, window}, threads);
 }
 
 }  // extern "C"

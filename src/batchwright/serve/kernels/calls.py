@@ -26,25 +26,31 @@ WIDTH: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 1, torch.bfl
 _POINTER, _LONG, _INT = c_void_p, c_int64, c_int
 _MATRIX = (_POINTER, _LONG, _LONG, _LONG)
 _OUT = (_POINTER, _LONG, _LONG, _INT)
+_NORM = (_POINTER, _POINTER, _POINTER, _LONG, _LONG, c_float, _INT)
+_NORM_HEADS = (_POINTER, _POINTER, _POINTER, _LONG, _INT, _INT, _INT, c_float, _INT)
 _SIGNATURES: Mapping[str, Sequence[Any]] = MappingProxyType(
     {
         "pack": (_POINTER, _LONG, _LONG, _POINTER, _INT),
-        "norm": (_POINTER, _POINTER, _POINTER, _LONG, _LONG, c_float, _INT),
+        "norm": _NORM,
+        "norm_wide": _NORM,
+        "norm_heads": _NORM_HEADS,
+        "norm_heads_wide": _NORM_HEADS,
         "matmul": (*_MATRIX, _POINTER, _POINTER, *_OUT, _INT),
         "matmul_int8": (*_MATRIX, _POINTER, _POINTER, _POINTER, _POINTER, *_OUT, _POINTER, _POINTER, _INT),
         "choose": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
-        "attend": (*(_POINTER,) * 5, _LONG, _POINTER, *(_INT,) * 5),
+        "attend": (*(_POINTER,) * 5, _LONG, _POINTER, *(_INT,) * 4, c_float, c_float, _INT, _INT),
     }
 )
 
 
 class Mode(IntEnum):
-    """What becomes of a product, as in matmul.cpp."""
+    """What becomes of a product, as in matmul.cpp. The last two are of weights that hold gates and ups in turn."""
 
     STORE = 0
     ADD = 1
     STORE_FLOAT = 2
-    GATED = 3
+    SILU = 3
+    GELU = 4
 
 
 class Packed(NamedTuple):
@@ -63,11 +69,20 @@ class Packed(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step's layers share: see attention.cpp. `rows_B4` and `tables` are int32; `turns_CD` is by position."""
+    """Where a step's rows are: see attention.cpp. Both are int32."""
 
-    turns_CD: Tensor
     rows_B4: Tensor
     tables: Tensor
+
+
+class Rule(NamedTuple):
+    """What a layer does: see `LayerAttention`. `cap` and `window` are 0 for none; `turns_CD` is by position."""
+
+    num_heads: int
+    scale: float
+    cap: float
+    window: int
+    turns_CD: Tensor | None
 
 
 def pack(weight_NK: Tensor, bias_N: Tensor | None, scales_N: Tensor | None = None) -> Packed:
@@ -85,7 +100,7 @@ def pack(weight_NK: Tensor, bias_N: Tensor | None, scales_N: Tensor | None = Non
 
 
 def matmul(x_MK: Tensor, weight: Packed, mode: Mode, y_MN: Tensor | None = None) -> Tensor:
-    """x_MK @ weight.T, or under GATED silu(gate) * up of half as many outputs; into `y_MN` if it is given."""
+    """x_MK @ weight.T, or activation(gate) * up of half as many outputs; into `y_MN` if it is given."""
     num_rows, dtype = len(x_MK), torch.float32 if mode is Mode.STORE_FLOAT else x_MK.dtype
     if y_MN is None:
         y_MN = x_MK.new_empty(num_rows, weight.num_outputs, dtype=dtype)
@@ -107,26 +122,42 @@ def matmul(x_MK: Tensor, weight: Packed, mode: Mode, y_MN: Tensor | None = None)
     return y_MN
 
 
-def norm(x_TE: Tensor, weight_E: Tensor, epsilon: float) -> Tensor:
+def norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """The root-mean-square norm of each row."""
-    assert x_TE.is_contiguous() and weight_E.shape == x_TE.shape[1:] and weight_E.dtype == x_TE.dtype
+    assert x_TE.is_contiguous() and weight_E.is_contiguous() and weight_E.shape == x_TE.shape[1:]
     y_TE = torch.empty_like(x_TE)
-    _call("norm", x_TE.dtype)(
-        x_TE.data_ptr(), weight_E.data_ptr(), y_TE.data_ptr(), *x_TE.shape, epsilon, torch.get_num_threads()
+    _norm_call("norm", x_TE.dtype, weight_E.dtype)(
+        x_TE.data_ptr(), weight_E.data_ptr(), y_TE.data_ptr(), *x_TE.shape, eps, torch.get_num_threads()
     )
     return y_TE
 
 
-def attend(qkv_TF: Tensor, step: Step, pages_PMSD: Tensor, num_heads: int) -> Tensor:
+def norm_heads(
+    qkv_TF: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, num_heads: int, num_kv_heads: int, eps: float
+) -> None:
+    """`norm` of each query head and each key head, in place."""
+    head_dim = len(q_weight_D)
+    assert qkv_TF.is_contiguous() and qkv_TF.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim
+    assert q_weight_D.is_contiguous() and k_weight_D.is_contiguous() and k_weight_D.shape == q_weight_D.shape
+    assert k_weight_D.dtype == q_weight_D.dtype
+    _norm_call("norm_heads", qkv_TF.dtype, q_weight_D.dtype)(
+        qkv_TF.data_ptr(), q_weight_D.data_ptr(), k_weight_D.data_ptr(), len(qkv_TF),
+        num_heads, num_kv_heads, head_dim, eps, torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def attend(qkv_TF: Tensor, step: Step, rule: Rule, pages_PMSD: Tensor) -> Tensor:
     """Rotates the queries and keys of `qkv_TF` in place, stores keys and values in the pages; o_TE of all queries."""
     _, double_heads, page_size, head_dim = pages_PMSD.shape
+    num_heads, scale, cap, window, turns_CD = rule
     assert qkv_TF.is_contiguous() and qkv_TF.shape[1] == (num_heads + double_heads) * head_dim
     assert pages_PMSD.is_contiguous() and pages_PMSD.dtype == qkv_TF.dtype and page_size % WIDTH[qkv_TF.dtype] == 0
+    assert turns_CD is None or turns_CD.shape[1] == head_dim
     o_TE = qkv_TF.new_empty(len(qkv_TF), num_heads * head_dim)
     _call("attend", qkv_TF.dtype)(
-        qkv_TF.data_ptr(), step.turns_CD.data_ptr(), pages_PMSD.data_ptr(), o_TE.data_ptr(),
+        qkv_TF.data_ptr(), None if turns_CD is None else turns_CD.data_ptr(), pages_PMSD.data_ptr(), o_TE.data_ptr(),
         step.rows_B4.data_ptr(), len(step.rows_B4), step.tables.data_ptr(),
-        num_heads, double_heads // 2, head_dim, page_size, torch.get_num_threads(),
+        num_heads, double_heads // 2, head_dim, page_size, scale, cap, window, torch.get_num_threads(),
     )  # fmt: skip
     return o_TE
 
@@ -145,6 +176,12 @@ def likeliest(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
 def _filled(values_N: Tensor) -> Tensor:
     """To whole panels, with zeros."""
     return torch.nn.functional.pad(values_N, (0, -values_N.shape[-1] % PANEL))
+
+
+def _norm_call(name: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> Any:
+    """Weights are in the dtype of the rows, or wider: in float32."""
+    assert weight_dtype in (dtype, torch.float32)
+    return _call(name if weight_dtype == dtype else f"{name}_wide", dtype)
 
 
 @cache

@@ -16,8 +16,10 @@ constexpr int kRows = 12;                    // rows that meet a panel at once: 
 constexpr int kSequential = 2;               // rows up to which the CPU, which then only reads, fetches by itself
 constexpr int kChunk = 96;                   // rows that stay in a core's cache while the panels pass
 
-// What becomes of the sums. `gated`: a panel holds 16 gates and their 16 ups, and silu(gate) * up is stored.
-enum Mode { kStore = 0, kAdd = 1, kStoreFloat = 2, kGated = 3 };
+// What becomes of the sums. In the last two, a panel holds 16 gates and their 16 ups, and activation(gate) * up is
+// stored.
+enum Mode { kStore = 0, kAdd = 1, kStoreFloat = 2, kSilu = 3, kGelu = 4 };
+inline bool is_gated(int mode) { return mode >= kSilu; }
 
 // Inputs whose products are added up before they join the sum of the ones before: the shorter, the less is lost to
 // rounding. Of int8, a chain is what shares a scale.
@@ -108,15 +110,24 @@ Floats adjusted(const Out<Y> &out, Floats value, int64_t first, int count) {
   return value;
 }
 
+constexpr float kDoubleRoot = 1.59576912f;  // 2 * sqrt(2 / pi)
+
+// gate / (1 + e^-slope), where the slope of SiLU is the gate. GELU, as Hendrycks and Gimpel (2016) approximate it, is
+// gate * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (gate + 0.044715 * gate^3), and (1 + tanh(u)) / 2 = 1 / (1 + e^-2u).
+inline Floats activated(Floats gate, Mode mode) {
+  Floats slope = gate;
+  if (mode == kGelu) slope = gate * fused(gate * gate, splat(kDoubleRoot * 0.044715f), splat(kDoubleRoot));
+  return gate / (splat(1.0f) + exponential(-slope));
+}
+
 template <class Y>
 void finish(const Out<Y> &out, const Floats *values, int64_t row, int64_t panel) {
-  if (out.mode == kGated) {
+  if (is_gated(out.mode)) {
     const int64_t first = panel * kLanes;
     const int count = out.width - first < kLanes ? int(out.width - first) : kLanes;
     const Floats gate = adjusted(out, values[0], panel * kPanel, kLanes);
     const Floats up = adjusted(out, values[1], panel * kPanel + kLanes, kLanes);
-    const Floats silu = gate / (splat(1.0f) + exponential(-gate));
-    write_some(out.y + row * out.stride + first, silu * up, count);
+    write_some(out.y + row * out.stride + first, activated(gate, out.mode) * up, count);
     return;
   }
   for (int n = 0; n < kVectors; ++n) {
@@ -205,7 +216,7 @@ void quantize(const X *x, int64_t stride, int64_t rows, int64_t inputs, uint8_t 
 }
 
 int64_t panels_of(int64_t width, int mode) {
-  return mode == kGated ? (width + kLanes - 1) / kLanes : (width + kPanel - 1) / kPanel;
+  return is_gated(mode) ? (width + kLanes - 1) / kLanes : (width + kPanel - 1) / kPanel;
 }
 
 template <class T>

@@ -128,23 +128,46 @@ inline float largest(Floats v) {
   return lanes[0];
 }
 
+// e^v as 2^turns * (1 + rest * slope): `turns` is whole, |rest| <= ln(2) / 2, and `slope` the Taylor series of
+// (e^rest - 1) / rest.
+struct Powers {
+  Floats turns, rest, slope;
+  Ints exponent() const { return __builtin_convertvector(turns, Ints) << 23; }  // of 2^turns, as a float holds it
+};
+
+inline Powers powers_of(Floats v) {
+  const Floats shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const Floats turns = fused(v, splat(1.44269504f), shift) - shift;
+  Floats rest = fused(turns, splat(-0.693359375f), v);
+  rest = fused(turns, splat(2.12194440e-4f), rest);
+  constexpr float terms[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f};
+  Floats slope = splat(1.0f / 5040);
+  for (const float term : terms) slope = fused(slope, rest, splat(term));
+  return {turns, rest, slope};
+}
+
 // e^v to within 2 units in the last place; 0 below e^-87, where a float would be subnormal.
 inline Floats exponential(Floats v) {
   const Floats least = splat(-87.0f), most = splat(88.0f);
   const Ints vanishes = v < least;
   Floats x = v < least ? least : v;
   x = x > most ? most : x;
-  const Floats shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-  const Floats turns = fused(x, splat(1.44269504f), shift) - shift;
-  Floats rest = fused(turns, splat(-0.693359375f), x);
-  rest = fused(turns, splat(2.12194440e-4f), rest);
-  constexpr float terms[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
-  Floats sum = splat(1.0f / 5040);  // the Taylor series of e^rest, |rest| <= ln(2) / 2
-  for (const float term : terms) sum = fused(sum, rest, splat(term));
-  const Ints power = __builtin_convertvector(turns, Ints) << 23;
-  const Floats scaled = (Floats)((Ints)sum + power);
+  const Powers powers = powers_of(x);
+  const Floats scaled = (Floats)((Ints)fused(powers.slope, powers.rest, splat(1.0f)) + powers.exponent());
   const Floats all = vanishes ? Floats{} : scaled;
   return v == v ? all : v;
+}
+
+// tanh(v) to within 4 units in the last place: m / (m + 2) with m = e^2|v| - 1, which near 0 loses nothing either.
+inline Floats tangent(Floats v) {
+  const Floats most = splat(20.0f);  // of 2|v|; beyond, tanh is 1
+  Floats x = v < 0 ? v * splat(-2.0f) : v * splat(2.0f);
+  x = x > most ? most : x;
+  const Powers powers = powers_of(x);
+  const Floats power = (Floats)(powers.exponent() + splat(int32_t(0x3f800000)));
+  const Floats less_one = fused(power, powers.slope * powers.rest, power - splat(1.0f));
+  const Floats size = less_one / (less_one + splat(2.0f));
+  return v < 0 ? -size : size;
 }
 
 template <class T>

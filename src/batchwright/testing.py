@@ -5,8 +5,9 @@ keeps a model of the KV cache in which every page knows whose tokens it holds an
 reused, shared or read too early is found at the step that would have computed nonsense. No torch.
 """
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal
 
 from batchwright.policy.pages import Memory
@@ -39,6 +40,8 @@ class FakeExecutor:
     `failures`: number of the executed step, from 0, -> how it fails. `poison`: requests whose steps always raise.
     `errors`: requests that end in an error of their own at their next row. `max_positions`: a step that executes
     more, padding included, runs out of memory. All four may be changed at any time.
+
+    `guesses(id, n)`: what it offers for the next step of a request that has `n` outputs: for each guess, is it right?
     """
 
     def __init__(
@@ -50,12 +53,14 @@ class FakeExecutor:
         poison: Collection[str] = (),
         errors: Collection[str] = (),
         max_positions: int | None = None,
+        guesses: Callable[[str, int], Sequence[bool]] = lambda request_id, num_outputs: (),
     ) -> None:
         self.lengths = lengths
         self.failures = failures or {}
         self.poison = poison
         self.errors = errors
         self.max_positions = max_positions
+        self.guesses = guesses
         self.num_steps = 0
         self._memory = memory
         self._cache = [_Page() for _ in range(memory.num_pages)]
@@ -65,7 +70,7 @@ class FakeExecutor:
     def receive(self, request: Request, max_tokens: int) -> None:
         """`request` was admitted, for at most `max_tokens`."""
         num_output = min(self.lengths[request.id], max_tokens)
-        self._live[request.id] = _Sequence(self._num_received, request, num_output)
+        self._live[request.id] = _Sequence(self._num_received, request, max_tokens, num_output)
         self._num_received += 1
 
     def forget(self, request_id: str) -> None:
@@ -113,25 +118,27 @@ class FakeExecutor:
         return self.failures.get(self.num_steps)
 
     def _run(self, chunk: Chunk, *, failed: bool) -> ItemOutcome | None:
-        """Compute one row; nothing of a failed step is kept. A late row, of an ended request, brings a token too."""
+        """Compute one row; nothing of a failed step is kept. A late row, of an ended request, brings tokens too."""
         if chunk.request_id is None or not chunk.num_tokens:
             return None
         sequence = self._live.get(chunk.request_id)
         if sequence is None:
-            return ItemOutcome(chunk.request_id, int(chunk.samples))
+            return ItemOutcome(chunk.request_id, int(chunk.samples) + chunk.num_drafts)
         if sequence.must_restart and chunk.start != sequence.num_kept:
             return self._run_void(sequence, chunk)
         self._check_chunk(sequence, chunk)
-        self._write(sequence, chunk)
+        num_right = self._num_right(sequence, chunk)
+        end = chunk.start + chunk.num_tokens - chunk.num_drafts + num_right
+        self._write(sequence, chunk, end)
         if failed:
             sequence.must_restart = True
             return None
         sequence.must_restart = False
-        sequence.num_kept = chunk.start + chunk.num_tokens
+        sequence.num_kept = end
         if chunk.request_id in self.errors:
             del self._live[sequence.request.id]
             return ItemOutcome(sequence.request.id, error=True)
-        return self._sample(sequence) if chunk.samples else ItemOutcome(sequence.request.id)
+        return self._sample(sequence, 1 + num_right) if chunk.samples else ItemOutcome(sequence.request.id)
 
     def _run_void(self, sequence: "_Sequence", chunk: Chunk) -> ItemOutcome:
         """A row planned before an earlier step of its request failed: it computes garbage, which nobody may keep."""
@@ -141,14 +148,22 @@ class FakeExecutor:
         for index in range(chunk.start // size, self._memory.pages_for(chunk.start + chunk.num_tokens)):
             page = self._cache[chunk.pages[index]]
             page.num_tokens = min(page.num_tokens, max(0, chunk.start - index * size))
-        return ItemOutcome(sequence.request.id, int(chunk.samples))
+        return ItemOutcome(sequence.request.id, int(chunk.samples) + chunk.num_drafts)
 
-    def _sample(self, sequence: "_Sequence") -> ItemOutcome:
-        sequence.num_outputs += 1
+    def _num_right(self, sequence: "_Sequence", chunk: Chunk) -> int:
+        """How many guesses of `chunk` count. Those that it has no more when the step begins are wrong ones."""
+        guesses = self.guesses(sequence.request.id, sequence.num_outputs)[: chunk.num_drafts]
+        return min(sum(takewhile(bool, guesses)), sequence.num_output - sequence.num_outputs - 1)
+
+    def _sample(self, sequence: "_Sequence", num_accepted: int) -> ItemOutcome:
+        request_id = sequence.request.id
+        sequence.num_outputs += num_accepted
         finished = sequence.num_outputs == sequence.num_output
         if finished:
-            del self._live[sequence.request.id]
-        return ItemOutcome(sequence.request.id, 1, finished, keys=sequence.new_keys(self._memory.page_size))
+            del self._live[request_id]
+        keys = sequence.new_keys(self._memory.page_size)
+        num_drafts = len(self.guesses(request_id, sequence.num_outputs))
+        return ItemOutcome(request_id, num_accepted, finished, keys=keys, num_drafts=num_drafts)
 
     # ---- what a real executor relies on
 
@@ -176,9 +191,13 @@ class FakeExecutor:
     def _check_chunk(self, sequence: "_Sequence", chunk: Chunk) -> None:
         self._check_table(sequence, chunk)
         assert chunk.start == sequence.num_kept, f"{chunk} does not start at {sequence.num_kept}, which was kept"
-        end, known = chunk.start + chunk.num_tokens, sequence.num_known
+        end, known = chunk.start + chunk.num_tokens - chunk.num_drafts, sequence.num_known
         assert end <= known, f"{chunk} computes {end} tokens, {known} are known"
         assert chunk.samples == (end == known), f"{chunk} samples before the last of {known} tokens, or not there"
+        if chunk.num_drafts:
+            assert chunk.num_tokens == 1 + chunk.num_drafts, f"{chunk} guesses before all that is known is computed"
+            most = sequence.max_tokens - sequence.num_outputs
+            assert chunk.samples and chunk.num_tokens <= most, f"{chunk} may bring more tokens than the {most} allowed"
         self._check_history(sequence, chunk)
 
     def _check_table(self, sequence: "_Sequence", chunk: Chunk) -> None:
@@ -203,13 +222,13 @@ class FakeExecutor:
             assert page.label == sequence.label(index), f"{chunk}: page {chunk.pages[index]} holds {page}"
             assert page.num_tokens >= needed, f"{chunk}: page {chunk.pages[index]} holds {page}, {needed} are read"
 
-    def _write(self, sequence: "_Sequence", chunk: Chunk) -> None:
+    def _write(self, sequence: "_Sequence", chunk: Chunk, end: int) -> None:
+        """What `chunk` writes from position `end` on is of wrong guesses."""
         size = self._memory.page_size
-        end = chunk.start + chunk.num_tokens
-        for index in range(chunk.start // size, self._memory.pages_for(end)):
+        for index in range(chunk.start // size, self._memory.pages_for(chunk.start + chunk.num_tokens)):
             page = self._cache[chunk.pages[index]]
             page.label = sequence.label(index)
-            page.num_tokens = min(size, end - index * size)
+            page.num_tokens = min(size, max(0, end - index * size))
 
 
 @dataclass(slots=True)
@@ -226,6 +245,7 @@ class _Sequence:
 
     number: int
     request: Request
+    max_tokens: int
     num_output: int
     num_outputs: int = 0
     num_kept: int = 0

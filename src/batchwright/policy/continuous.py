@@ -16,7 +16,7 @@ from batchwright.errors import ConfigError
 from batchwright.policy.ledger import Flight, Ledger, Progress, Share
 from batchwright.policy.order import Queueing, RankedQueue
 from batchwright.policy.pages import Memory
-from batchwright.policy.speculation import Speculation
+from batchwright.policy.speculation import Speculation, allot
 from batchwright.policy.types import Admitted, Chunk, Dropped, Load, Refused, Request, StepOutcome, StepPlan
 
 
@@ -94,13 +94,14 @@ class _Budget:
 class _Outline:
     """A plan being made."""
 
-    __slots__ = ("budget", "chunks", "flight", "guessers", "plan_id")
+    __slots__ = ("budget", "chunks", "flight", "guessers", "num_decodes", "plan_id")
 
     def __init__(self, plan_id: int, budget: int) -> None:
         self.plan_id = plan_id
         self.budget = budget  # positions left
         self.chunks: list[Chunk] = []
         self.flight: Flight = {}
+        self.num_decodes = 0
         self.guessers: list[tuple[int, Progress]] = []  # rows that guesses were offered for, with their chunks' places
 
 
@@ -226,6 +227,7 @@ class Continuous:
             request_id = row.request.id
             flight[request_id] = Share(row, 1)
             chunks.append(Chunk(request_id, start, 1, 0, row.promise(1), num_granted, row.pages))
+        outline.num_decodes = len(chunks)
         for row in prefills:
             if outline.budget and row.running and row.done < row.length and self._try_resuming(row):
                 self._add_chunk(outline, row)
@@ -266,12 +268,21 @@ class Continuous:
     # ---- guesses
 
     def _add_drafts(self, outline: _Outline) -> None:
-        """Guesses for decodes, out of the budget and the pages that nobody else takes."""
-        for index, row in outline.guessers:
-            num_drafts = min(row.num_offered, self.max_drafts, row.limit - row.outputs, outline.budget)
+        """Guesses for decodes where they pay, out of the budget and the pages that nobody else takes."""
+        speculation = self.settings.speculation
+        if speculation is None or not outline.guessers:
+            return
+        offers = [
+            (row.acceptance.rate(row.accepted), min(row.num_offered, speculation.max_drafts, row.limit - row.outputs))
+            for _, row in outline.guessers
+        ]
+        must_skip = self._ledger.num_in_flight > 0
+        counts = allot(offers, outline.num_decodes, speculation.position_cost, must_skip=must_skip)
+        for (index, row), count in zip(outline.guessers, counts, strict=True):
             num_pages = row.reserved + max(0, self._available - self._watermark)
-            num_drafts = min(num_drafts, row.capacity - row.done + num_pages * self._ledger.memory.page_size)
-            if num_drafts > 0:
+            room = row.capacity - row.done + num_pages * self._ledger.memory.page_size
+            num_drafts = min(count, room, outline.budget)
+            if num_drafts:
                 self._extend(outline, index, row, num_drafts)
 
     def _extend(self, outline: _Outline, index: int, row: Progress, num_drafts: int) -> None:

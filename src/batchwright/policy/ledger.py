@@ -13,6 +13,7 @@ from typing import NamedTuple
 from batchwright.policy.order import Queueing, Rank, RankedQueue
 from batchwright.policy.pages import Memory, PagePool
 from batchwright.policy.prefix import PrefixIndex
+from batchwright.policy.speculation import Acceptance
 from batchwright.policy.types import (
     Admitted,
     Chunk,
@@ -31,6 +32,7 @@ class Progress:
     """One live request. `length` tokens are known or promised, `done` of them computed; a step narrows the gap."""
 
     __slots__ = (
+        "acceptance",
         "accepted",
         "arrival",
         "capacity",
@@ -67,6 +69,7 @@ class Progress:
         self.done = self.committed = 0  # positions computed: promised, committed
         self.outputs = self.accepted = 0  # output tokens: promised, committed
         self.num_offered = 0  # guesses that its executor has for its next step
+        self.acceptance = Acceptance()
         self.last_plan = -1
         self.running = self.ended = self.flushed = False
         self.paused = False  # takes no part in plans until its last one has landed
@@ -290,13 +293,15 @@ class Ledger:
                 continue
             progress, num_tokens, num_drafts = share
             assert item.num_accepted <= 1 + num_drafts, f"{item} gained more than {share} could bring"
-            if num_drafts:
-                num_tokens -= num_drafts - max(0, item.num_accepted - 1)
-            progress.committed += num_tokens
             progress.accepted += item.num_accepted
             assert item.finished or item.error or progress.accepted < progress.limit, f"{item} must be finished"
             if num_drafts:
-                progress.roll_back()  # its only plan in flight: what was not kept is promised no more
+                num_right = max(0, item.num_accepted - 1)
+                num_tokens -= num_drafts - num_right
+                progress.acceptance.learn(num_drafts, num_right, progress.accepted)
+            progress.committed += num_tokens
+            if num_drafts:
+                progress.roll_back()  # no later plan has it: what was not kept is promised no more
             progress.num_offered = item.num_drafts
             self._num_stored += num_tokens
             if item.keys:

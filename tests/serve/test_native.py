@@ -88,6 +88,29 @@ def test_products_of_any_number_of_rows(num_rows: int, dtype: torch.dtype, targe
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_added_to_gates_and_ups_is_added_before_they_are_rounded(dtype: torch.dtype, target: str) -> None:
+    """So the kernel is held against its twin in float32."""
+    x_MK, added_MA = random(30, 400, dtype=dtype), random(30, 150, dtype=dtype, seed=1)
+    weights_IK = [random(75, 400, dtype=dtype, seed=seed) / 20 for seed in (2, 3)]
+    exact_MI = TorchOps().gated([weight_IK.float() for weight_IK in weights_IK])(x_MK.float(), added_MA.float())
+    assert close(NativeOps().gated(weights_IK)(x_MK, added_MA), exact_MI, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_what_is_added_to_gates_and_ups_is_of_its_own_row(dtype: torch.dtype, quantization: str | None) -> None:
+    """A row to which zeros are added keeps its bits, and one with an addend has the same bits in any company."""
+    gated = NativeOps(quantization).gated([random(75, 400, dtype=dtype), random(75, 400, dtype=dtype, seed=1)])
+    x_MK, added_MA = random(30, 400, dtype=dtype, seed=2), random(30, 150, dtype=dtype, seed=3)
+    added_MA[::2] = 0
+    y_MI = gated(x_MK, added_MA)
+    assert torch.equal(y_MI[::2], gated(x_MK)[::2])
+    for row in (0, 1, 29):
+        assert torch.equal(y_MI[row : row + 1], gated(x_MK[row : row + 1], added_MA[row : row + 1]))
+    assert not torch.equal(y_MI[1::2], gated(x_MK)[1::2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_int8_products_are_those_of_the_same_integers(dtype: torch.dtype, target: str) -> None:
     """Kernel and twin quantise alike and add exactly, so they differ by the rounding of scales alone."""
     x_MK, weight_NK = random(13, 400, dtype=dtype), random(75, 400, dtype=dtype, seed=1) / 20

@@ -131,14 +131,8 @@ class NativeGated:
     def __init__(self, weight: Packed, mode: Mode) -> None:
         self._weight, self._mode = weight, mode
 
-    def __call__(self, x_MK: Tensor) -> Tensor:
-        return calls.matmul(x_MK, self._weight, self._mode)
-
-    def halves(self, x_MK: Tensor) -> tuple[Tensor, Tensor]:
-        num_outputs = self._weight.num_outputs
-        both = self._weight._replace(num_outputs=2 * -(-num_outputs // _LANES) * _LANES)
-        gates, ups = calls.matmul(x_MK, both, Mode.STORE).unflatten(1, (-1, 2, _LANES)).unbind(2)
-        return gates.flatten(1)[:, :num_outputs], ups.flatten(1)[:, :num_outputs]
+    def __call__(self, x_MK: Tensor, added_MA: Tensor | None = None) -> Tensor:
+        return calls.matmul(x_MK, self._weight, self._mode, added_MA=added_MA)
 
     @property
     def num_bytes(self) -> int:

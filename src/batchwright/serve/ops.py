@@ -3,7 +3,8 @@
 `native.NativeOps` are our own kernels for a CPU, and these are their twin: they run everywhere, and the tests hold
 one against the other.
 
-Shapes: M or T rows, K inputs, N outputs, E hidden, I gated outputs, F = (H + 2K) * D queries, keys and values.
+Shapes: M or T rows, K inputs, N outputs, E hidden, I gated outputs, A = 2I gates and ups, F = (H + 2K) * D queries,
+keys and values.
 """
 
 from collections.abc import Sequence
@@ -43,10 +44,8 @@ class Linear(Protocol):
 class Gated(Protocol):
     """activation(x_MK @ gate_IK.T) * (x_MK @ up_IK.T), as y_MI."""
 
-    def __call__(self, x_MK: Tensor) -> Tensor: ...
-
-    def halves(self, x_MK: Tensor) -> tuple[Tensor, Tensor]:
-        """gate_MI and up_MI, before the activation and the product."""
+    def __call__(self, x_MK: Tensor, added_MA: Tensor | None = None) -> Tensor:
+        """`added_MA`: what is added to all gates and then to all ups, before the activation; zeros change no bit."""
         ...
 
     @property
@@ -149,15 +148,12 @@ class TorchGated:
     def __init__(self, both: Linear, activation: Activation) -> None:
         self._both, self._activation = both, activation
 
-    def __call__(self, x_MK: Tensor) -> Tensor:
-        gate_MI, up_MI = self.halves(x_MK)
+    def __call__(self, x_MK: Tensor, added_MA: Tensor | None = None) -> Tensor:
+        both_MA = self._both(x_MK)
+        gate_MI, up_MI = (both_MA if added_MA is None else both_MA.add_(added_MA)).chunk(2, 1)
         if self._activation == "silu":
             return F.silu(gate_MI).mul_(up_MI)
         return F.gelu(gate_MI, approximate="tanh").mul_(up_MI)
-
-    def halves(self, x_MK: Tensor) -> tuple[Tensor, Tensor]:
-        gate_MI, up_MI = self._both(x_MK).chunk(2, 1)
-        return gate_MI, up_MI
 
     @property
     def num_bytes(self) -> int:

@@ -25,7 +25,7 @@ WIDTH: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 1, torch.bfl
 
 _POINTER, _LONG, _INT = c_void_p, c_int64, c_int
 _MATRIX = (_POINTER, _LONG, _LONG, _LONG)
-_OUT = (_POINTER, _LONG, _LONG, _INT)
+_OUT = (_POINTER, _LONG, _LONG, _INT, _POINTER, _LONG)
 _NORM = (_POINTER, _POINTER, _POINTER, _LONG, _LONG, c_float, _INT)
 _NORM_HEADS = (_POINTER, _POINTER, _POINTER, _LONG, _INT, _INT, _INT, c_float, _INT)
 _SIGNATURES: Mapping[str, Sequence[Any]] = MappingProxyType(
@@ -99,17 +99,27 @@ def pack(weight_NK: Tensor, bias_N: Tensor | None, scales_N: Tensor | None = Non
     return Packed(data, num_inputs, num_outputs, bias_N, _filled(scales_N), -128 * _filled(torch.stack(groups)))
 
 
-def matmul(x_MK: Tensor, weight: Packed, mode: Mode, y_MN: Tensor | None = None) -> Tensor:
-    """x_MK @ weight.T, or activation(gate) * up of half as many outputs; into `y_MN` if it is given."""
+def matmul(
+    x_MK: Tensor, weight: Packed, mode: Mode, y_MN: Tensor | None = None, added_MA: Tensor | None = None
+) -> Tensor:
+    """x_MK @ weight.T, or activation(gate) * up of half as many outputs; into `y_MN` if it is given.
+
+    `added_MA`: what is added to all gates and then to all ups, before the activation.
+    """
     num_rows, dtype = len(x_MK), torch.float32 if mode is Mode.STORE_FLOAT else x_MK.dtype
     if y_MN is None:
         y_MN = x_MK.new_empty(num_rows, weight.num_outputs, dtype=dtype)
     assert x_MK.shape[1] == weight.num_inputs and x_MK.stride(1) == 1
     assert y_MN.shape == (num_rows, weight.num_outputs) and y_MN.stride(1) == 1 and y_MN.dtype == dtype
+    added: tuple[int | None, int] = (None, 0)
+    if added_MA is not None:
+        assert mode in (Mode.SILU, Mode.GELU) and added_MA.shape == (num_rows, 2 * weight.num_outputs)
+        assert added_MA.stride(1) == 1 and added_MA.dtype == x_MK.dtype
+        added = added_MA.data_ptr(), added_MA.stride(0)
     threads = torch.get_num_threads()
     left = x_MK.data_ptr(), x_MK.stride(0), num_rows, weight.num_inputs, weight.data.data_ptr()
     bias = None if weight.bias is None else weight.bias.data_ptr()
-    right = y_MN.data_ptr(), y_MN.stride(0), weight.num_outputs, mode
+    right = y_MN.data_ptr(), y_MN.stride(0), weight.num_outputs, mode, *added
     if weight.scales is None or weight.starts is None:
         _call("matmul", x_MK.dtype)(*left, bias, *right, threads)
         return y_MN

@@ -100,6 +100,8 @@ struct Out {
   int64_t stride, width;           // of y
   const Y *bias;                   // one per output of w, or none
   Mode mode;
+  const Y *added;                  // what is added to a row's gates, then what is added to its ups; or none
+  int64_t added_stride;
   const Scales *scales;
 };
 
@@ -125,8 +127,12 @@ void finish(const Out<Y> &out, const Floats *values, int64_t row, int64_t panel)
   if (is_gated(out.mode)) {
     const int64_t first = panel * kLanes;
     const int count = out.width - first < kLanes ? int(out.width - first) : kLanes;
-    const Floats gate = adjusted(out, values[0], panel * kPanel, kLanes);
-    const Floats up = adjusted(out, values[1], panel * kPanel + kLanes, kLanes);
+    Floats gate = adjusted(out, values[0], panel * kPanel, kLanes);
+    Floats up = adjusted(out, values[1], panel * kPanel + kLanes, kLanes);
+    if (out.added) {
+      gate += read_some(out.added + row * out.added_stride + first, count);
+      up += read_some(out.added + row * out.added_stride + out.width + first, count);
+    }
     write_some(out.y + row * out.stride + first, activated(gate, out.mode) * up, count);
     return;
   }
@@ -221,19 +227,19 @@ int64_t panels_of(int64_t width, int mode) {
 
 template <class T>
 void plain(const T *x, int64_t stride, int64_t rows, int64_t inputs, const T *w, const T *bias, T *y, int64_t y_stride,
-           int64_t width, int mode, int threads) {
-  const Out<T> out{y, y_stride, width, bias, Mode(mode), nullptr};
+           int64_t width, int mode, const T *added, int64_t added_stride, int threads) {
+  const Out<T> out{y, y_stride, width, bias, Mode(mode), added, added_stride, nullptr};
 #pragma omp parallel num_threads(threads)
   matmul<T>(x, stride, rows, inputs, w, out, panels_of(width, mode), threads);
 }
 
 template <class X>
 void quantized(const X *x, int64_t stride, int64_t rows, int64_t inputs, const int8_t *w, const float *scales,
-               const int32_t *starts, const X *bias, X *y, int64_t y_stride, int64_t width, int mode,
-               uint8_t *workspace, float *input_scales, int threads) {
+               const int32_t *starts, const X *bias, X *y, int64_t y_stride, int64_t width, int mode, const X *added,
+               int64_t added_stride, uint8_t *workspace, float *input_scales, int threads) {
   const int64_t panels = panels_of(width, mode);
   const Scales all{input_scales, scales, starts, (inputs + kGroup - 1) / kGroup, panels * kPanel};
-  const Out<X> out{y, y_stride, width, bias, Mode(mode), &all};
+  const Out<X> out{y, y_stride, width, bias, Mode(mode), added, added_stride, &all};
 #pragma omp parallel num_threads(threads)
   {
     quantize(x, stride, rows, inputs, workspace, input_scales);
@@ -259,24 +265,28 @@ void pack_int8(const int8_t *w, int64_t outputs, int64_t inputs, int8_t *to, int
 }
 
 void matmul_float32(const float *x, int64_t stride, int64_t rows, int64_t inputs, const float *w, const float *bias,
-                    float *y, int64_t y_stride, int64_t width, int mode, int threads) {
-  plain(x, stride, rows, inputs, w, bias, y, y_stride, width, mode, threads);
+                    float *y, int64_t y_stride, int64_t width, int mode, const float *added, int64_t added_stride,
+                    int threads) {
+  plain(x, stride, rows, inputs, w, bias, y, y_stride, width, mode, added, added_stride, threads);
 }
 void matmul_bfloat16(const bf16 *x, int64_t stride, int64_t rows, int64_t inputs, const bf16 *w, const bf16 *bias,
-                     bf16 *y, int64_t y_stride, int64_t width, int mode, int threads) {
-  plain(x, stride, rows, inputs, w, bias, y, y_stride, width, mode, threads);
+                     bf16 *y, int64_t y_stride, int64_t width, int mode, const bf16 *added, int64_t added_stride,
+                     int threads) {
+  plain(x, stride, rows, inputs, w, bias, y, y_stride, width, mode, added, added_stride, threads);
 }
 void matmul_int8_float32(const float *x, int64_t stride, int64_t rows, int64_t inputs, const int8_t *w,
                          const float *scales, const int32_t *starts, const float *bias, float *y, int64_t y_stride,
-                         int64_t width, int mode, uint8_t *workspace, float *input_scales, int threads) {
-  quantized(x, stride, rows, inputs, w, scales, starts, bias, y, y_stride, width, mode, workspace, input_scales,
-            threads);
+                         int64_t width, int mode, const float *added, int64_t added_stride, uint8_t *workspace,
+                         float *input_scales, int threads) {
+  quantized(x, stride, rows, inputs, w, scales, starts, bias, y, y_stride, width, mode, added, added_stride,
+            workspace, input_scales, threads);
 }
 void matmul_int8_bfloat16(const bf16 *x, int64_t stride, int64_t rows, int64_t inputs, const int8_t *w,
                           const float *scales, const int32_t *starts, const bf16 *bias, bf16 *y, int64_t y_stride,
-                          int64_t width, int mode, uint8_t *workspace, float *input_scales, int threads) {
-  quantized(x, stride, rows, inputs, w, scales, starts, bias, y, y_stride, width, mode, workspace, input_scales,
-            threads);
+                          int64_t width, int mode, const bf16 *added, int64_t added_stride, uint8_t *workspace,
+                          float *input_scales, int threads) {
+  quantized(x, stride, rows, inputs, w, scales, starts, bias, y, y_stride, width, mode, added, added_stride,
+            workspace, input_scales, threads);
 }
 
 }  // extern "C"

@@ -1,5 +1,6 @@
 """Laws of the formulas, published sizes of real models, and configs that cannot be believed."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,6 +94,43 @@ MISTRAL_7B_V01 = LLAMA_3_8B | {
     "max_position_embeddings": 32768,
     "sliding_window": 4096,
 }
+SMOLLM3_3B = {
+    "model_type": "smollm3",
+    "num_hidden_layers": 36,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "intermediate_size": 11008,
+    "vocab_size": 128256,
+    "max_position_embeddings": 65536,
+}
+GEMMA_2_2B = {
+    "model_type": "gemma2",
+    "num_hidden_layers": 26,
+    "hidden_size": 2304,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "intermediate_size": 9216,
+    "vocab_size": 256000,
+    "max_position_embeddings": 8192,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+}
+GEMMA_3_1B = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 26,
+    "hidden_size": 1152,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "intermediate_size": 6912,
+    "vocab_size": 262144,
+    "max_position_embeddings": 32768,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "query_pre_attn_scalar": 256,
+}
 CONFIGS = {
     "Llama-2-7B": LLAMA_2_7B,
     "Llama-3-8B": LLAMA_3_8B,
@@ -102,6 +140,12 @@ CONFIGS = {
     "Mixtral-8x7B": MIXTRAL_8X7B,
     "Qwen3-30B-A3B": QWEN_3_30B_A3B,
     "Mistral-7B-v0.1": MISTRAL_7B_V01,
+    "SmolLM3-3B": SMOLLM3_3B,
+    "Gemma-2-2B": GEMMA_2_2B,
+    "Gemma-3-1B": GEMMA_3_1B,
+    "partly dense Qwen3-30B": QWEN_3_30B_A3B | {"mlp_only_layers": [0, 3], "decoder_sparse_step": 2},
+    "biased Gemma-3": GEMMA_3_1B | {"attention_bias": True},
+    "windowed Qwen2.5": QWEN_2_5_7B | {"use_sliding_window": True, "sliding_window": 300, "max_window_layers": 20},
     "biased Llama": LLAMA_2_7B | {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True},
 }
 
@@ -164,6 +208,10 @@ def test_parameters_equal_those_of_the_reference_implementation(name: str) -> No
         ("Qwen2.5-7B", 7_615_616_512),
         ("Qwen3-0.6B", 596_049_920),
         ("Mixtral-8x7B", 46_702_792_704),
+        ("Qwen3-30B-A3B", 30_532_122_624),
+        ("SmolLM3-3B", 3_075_098_624),
+        ("Gemma-2-2B", 2_614_341_888),
+        ("Gemma-3-1B", 999_885_952),
     ],
 )
 def test_parameters_of_published_models(name: str, num_parameters: int) -> None:
@@ -244,10 +292,74 @@ def test_key_value_heads_default_to_attention_heads() -> None:
     assert ModelShape.from_config(config) == shape_of(LLAMA_2_7B)
 
 
-def test_a_window_is_read_where_the_family_uses_it() -> None:
-    """Mistral windows; Qwen with use_sliding_window off does not."""
-    assert shape_of(MISTRAL_7B_V01).window == 4096
-    assert shape_of(QWEN_2_5_7B).window is None
+WINDOWED_QWEN = QWEN_2_5_7B | {"use_sliding_window": True, "sliding_window": 512, "num_hidden_layers": 5}
+GEMMA = GEMMA_2_2B | {"num_hidden_layers": 5, "sliding_window": 512}
+SMOLLM3 = SMOLLM3_3B | {"num_hidden_layers": 5, "sliding_window": 512}
+LAYER_TYPES = ["full_attention", "sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "sliding"),
+    [
+        (MISTRAL_7B_V01, {"num_hidden_layers": 3, "sliding_window": 512}, [0, 1, 2]),
+        (MISTRAL_7B_V01, {"sliding_window": None}, []),
+        (LLAMA_2_7B, {"sliding_window": 512, "layer_types": LAYER_TYPES}, []),
+        (QWEN_2_5_7B, {}, []),
+        (WINDOWED_QWEN, {}, []),
+        (WINDOWED_QWEN, {"max_window_layers": 3}, [3, 4]),
+        (WINDOWED_QWEN, {"max_window_layers": 0}, [0, 1, 2, 3, 4]),
+        (WINDOWED_QWEN, {"layer_types": LAYER_TYPES}, [1, 4]),
+        (WINDOWED_QWEN, {"sliding_window": None, "max_window_layers": 0}, []),
+        (QWEN_3_30B_A3B, {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 512}, [0, 1]),
+        (SMOLLM3, {}, []),
+        (SMOLLM3, {"use_sliding_window": True}, [3]),
+        (SMOLLM3, {"use_sliding_window": True, "no_rope_layer_interval": 2}, [1, 3]),
+        (SMOLLM3, {"use_sliding_window": True, "no_rope_layers": [0, 1, 1, 0, 1]}, [0, 3]),
+        (GEMMA, {}, [0, 2, 4]),
+        (GEMMA, {"layer_types": LAYER_TYPES}, [1, 4]),
+        (GEMMA, {"model_type": "gemma3_text"}, [0, 1, 2, 3, 4]),
+        (GEMMA, {"model_type": "gemma3_text", "sliding_window_pattern": 3}, [0, 1, 3, 4]),
+    ],
+)
+def test_windows_are_in_the_layers_where_the_family_has_them(
+    config: dict[str, Any], changes: dict[str, Any], sliding: list[int]
+) -> None:
+    """All layers, those above a bound, every so many, those that do not rotate, or those that are listed."""
+    shape = shape_of(config, **changes)
+    assert [layer for layer in range(shape.num_layers) if shape.window(layer) == 512] == sliding
+    assert [layer for layer in range(shape.num_layers) if shape.window(layer)] == sliding
+
+
+def test_an_absent_window_is_the_familys_own() -> None:
+    """Mistral's 4,096 tokens; `null` is none."""
+    without = {key: value for key, value in MISTRAL_7B_V01.items() if key != "sliding_window"}
+    assert set(ModelShape.from_config(without).windows) == {4096}
+
+
+def test_windows_bound_the_flops_of_their_own_layers() -> None:
+    """Gemma 2 attends to 1,000 positions in half of its layers and to 512 in the others."""
+    shape = shape_of(GEMMA, num_hidden_layers=6)
+    attention = shape.flops_per_token(1000) - shape.flops_per_token()
+    assert attention == 4 * 8 * 256 * (3 * 1000 + 3 * 512)
+
+
+def test_experts_are_in_the_layers_that_are_not_dense() -> None:
+    """`decoder_sparse_step` counts from one, `mlp_only_layers` from zero."""
+    shape = shape_of(QWEN_3_30B_A3B, num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert [layer for layer in range(6) if shape.has_experts(layer)] == [1, 5]
+    assert not any(shape_of(LLAMA_2_7B).has_experts(layer) for layer in range(32))
+
+
+def test_the_number_of_experts_is_read_under_either_key() -> None:
+    """transformers 5 saves Qwen's as `num_local_experts`."""
+    config = {key: value for key, value in QWEN_3_30B_A3B.items() if key != "num_experts"}
+    assert ModelShape.from_config(config | {"num_local_experts": 128}) == shape_of(QWEN_3_30B_A3B)
+
+
+def test_embeddings_are_tied_where_the_family_ties_them() -> None:
+    """Published Gemma configs say nothing about it."""
+    assert shape_of(GEMMA_2_2B).tied_embeddings and not shape_of(LLAMA_2_7B).tied_embeddings
+    assert not shape_of(GEMMA_2_2B, tie_word_embeddings=False).tied_embeddings
 
 
 @pytest.mark.parametrize("key", [key for key in LLAMA_2_7B if key not in ("model_type", "num_key_value_heads")])
@@ -269,8 +381,16 @@ def test_a_missing_size_is_named(key: str) -> None:
         (LLAMA_2_7B, {"hidden_size": 4100}, "not a multiple"),
         (LLAMA_2_7B, {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
         (QWEN_3_0_6B, {"head_dim": None}, "no head_dim"),
+        (GEMMA_2_2B, {"head_dim": None}, "no head_dim"),
+        (GEMMA_2_2B, {"layer_types": LAYER_TYPES}, "26 layers have 5 layer_types"),
+        (GEMMA_2_2B, {"layer_types": "full_attention"}, "layer_types is 'full_attention'"),
+        (WINDOWED_QWEN, {"use_sliding_window": False, "layer_types": LAYER_TYPES}, "no sliding_window is in force"),
+        (WINDOWED_QWEN, {"sliding_window": 0}, "sliding_window is 0"),
+        (SMOLLM3, {"no_rope_layers": [1, 0], "use_sliding_window": True}, "no_rope_layers is"),
         (MIXTRAL_8X7B, {"num_experts_per_tok": 9}, "9 experts per token of 8"),
         (MIXTRAL_8X7B, {"num_local_experts": None}, "no num_local_experts"),
+        (QWEN_3_30B_A3B, {"num_experts": None}, "no num_experts"),
+        (QWEN_3_30B_A3B, {"mlp_only_layers": 3}, "mlp_only_layers is 3"),
     ],
 )
 def test_contradictory_configs_are_refused(config: dict[str, Any], changes: dict[str, Any], complaint: str) -> None:
@@ -283,8 +403,7 @@ def test_contradictory_configs_are_refused(config: dict[str, Any], changes: dict
     ("config", "changes"),
     [
         (LLAMA_2_7B, {"model_type": "mamba"}),
-        (QWEN_2_5_7B, {"use_sliding_window": True}),
-        (QWEN_3_30B_A3B, {"mlp_only_layers": [0]}),
+        (WINDOWED_QWEN, {"layer_types": ["chunked_attention"] * 5}),
     ],
 )
 def test_models_the_formulas_do_not_cover_are_unsupported(config: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -295,6 +414,19 @@ def test_models_the_formulas_do_not_cover_are_unsupported(config: dict[str, Any]
 
 def test_expert_settings_without_experts_are_an_error() -> None:
     """A setting without effect is an error."""
-    settings = {name: getattr(shape_of(SMOLLM2_135M), name) for name in ModelShape.__slots__}
     with pytest.raises(ConfigError, match="has none"):
-        ModelShape(**settings | {"num_experts_per_token": 2})
+        replace(shape_of(SMOLLM2_135M), num_experts_per_token=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"windows": (8, None)}, "30 layers have 2 attention windows"),
+        ({"windows": (0,) * 30}, "window is 0"),
+        ({"dense_layers": frozenset({30})}, "dense_layers are"),
+    ],
+)
+def test_what_is_said_of_layers_must_fit_them(changes: dict[str, Any], complaint: str) -> None:
+    """One window for each, and no dense layer beyond the last."""
+    with pytest.raises(ConfigError, match=complaint):
+        replace(shape_of(SMOLLM2_135M), **changes)

@@ -1,21 +1,20 @@
 """What a decoder's shape implies: parameters, FLOPs, KV cache and weight bytes, exactly and without the weights.
 
-Covers Llama-like decoders: pre-norm blocks of grouped-query attention and a gated MLP (or top-k experts of one),
-RMSNorm without bias, rotary positions. Everything is a closed formula derived in its docstring; counts are
-integers, and parameter counts equal those of the reference implementations. FLOPs are those of matrix products at
+Covers the decoders of `families`: blocks of grouped-query attention, windowed or not, and a gated MLP (or top-k
+experts of one), RMSNorm without bias, rotary positions. Everything is a closed formula derived in its docstring; counts
+are integers, and parameter counts equal those of the reference implementations. FLOPs are those of matrix products at
 2 per multiply-accumulate; norms, rotations, softmax and activations are not counted (below 1% in real shapes).
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from batchwright.errors import ConfigError, UnsupportedModel
+from batchwright.facts.families import FAMILIES, ConfigReader, Family, layer_windows
 from batchwright.units import format_tokens
-
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-"""The `model_type`s that `ModelShape.from_config` reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +22,11 @@ class ModelShape:
     """The sizes of one decoder. `hidden`, `intermediate` and `head_dim` are widths; `context` is in tokens.
 
     `qkv_bias`, `output_bias`, `mlp_bias`: whether those projections have biases. `qk_norm`: RMSNorm over each
-    head's queries and keys. `window`: positions a token attends to, itself included; None is all of them.
-    `num_experts` 0 is a dense MLP of width `intermediate`; otherwise every layer routes each token to
-    `num_experts_per_token` experts of width `moe_intermediate`. Raises ConfigError where sizes contradict.
+    head's queries and keys. `post_norms`: RMSNorm of what attention and MLP give, beside that of what they get.
+    `windows`: positions a token attends to in each layer, itself included; None is all of them, and so is no tuple
+    at all. `num_experts` 0 is a dense MLP of width `intermediate`; otherwise every layer but the `dense_layers`
+    routes each token to `num_experts_per_token` experts of width `moe_intermediate`. Raises ConfigError where sizes
+    contradict.
     """
 
     family: str
@@ -42,10 +43,12 @@ class ModelShape:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    window: int | None = None
+    post_norms: bool = False
+    windows: tuple[int | None, ...] = ()
     num_experts: int = 0
     num_experts_per_token: int = 0
     moe_intermediate: int = 0
+    dense_layers: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         _check(self)
@@ -54,6 +57,12 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
         """The shape that a Hugging Face `config.json` describes. Raises UnsupportedModel, ConfigError."""
         return _from_config(config)
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
+
+    def has_experts(self, layer: int) -> bool:
+        return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
     def num_parameters(self) -> int:
@@ -76,7 +85,7 @@ class ModelShape:
         Per layer: queries h*H*d, keys and values 2*h*K*d, output H*d*h, and an MLP of 3*h*i (gate, up, down), or a
         router h*E and k experts of 3*h*m. h hidden, H heads, K KV heads, d head_dim, i and m the MLP widths.
         """
-        return self.num_layers * (self._attention_weights + self._mlp_weights(self.num_experts_per_token))
+        return self.num_layers * self._attention_weights + self._mlp_weights(self.num_experts_per_token)
 
     def weight_bytes(self, bytes_per_parameter: float = 2) -> int:
         """Bytes of all weights; the default is 16 bit."""
@@ -96,10 +105,10 @@ class ModelShape:
 
         Every weight of a matrix product does one multiply-accumulate: 2 * `num_matmul_parameters`. Attention adds,
         per layer, head and attended position, d MACs for the score (q.k) and d for the weighted sum of v, so
-        4 * layers * H * d * context. `context=0` leaves attention out.
+        4 * H * d * context, or the layer's window where that is less. `context=0` leaves attention out.
         """
         assert context >= 0
-        attended = context if self.window is None else min(context, self.window)
+        attended = sum(n * (context if w is None else min(context, w)) for w, n in self._num_layers_by_window)
         return 2 * self.num_matmul_parameters + self._attention_flops(attended)
 
     def prefill_flops(self, num_tokens: int, start: int = 0, num_sampled: int = 1) -> int:
@@ -110,7 +119,8 @@ class ModelShape:
         scores does up to twice the attention work; that is not counted.
         """
         assert min(num_tokens, start, num_sampled) >= 0
-        attended = _sum_attended(start + num_tokens, self.window) - _sum_attended(start, self.window)
+        end = start + num_tokens
+        attended = sum(n * (_sum_attended(end, w) - _sum_attended(start, w)) for w, n in self._num_layers_by_window)
         linear = 2 * self.num_matmul_parameters * num_tokens
         return linear + self._attention_flops(attended) + num_sampled * self.head_flops
 
@@ -134,34 +144,46 @@ class ModelShape:
         """
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         expert = self.num_experts_per_token * (self.hidden + 3 * self.moe_intermediate)
-        mlp = expert if self.num_experts else 3 * self.intermediate
+        dense = 3 * self.intermediate if self._num_dense_layers else 0
+        mlp = max(expert, dense)
         in_layer = num_tokens * (2 * self.hidden + max(attention, mlp)) * bytes_per_element
         at_end = num_tokens * self.hidden * bytes_per_element + num_sampled * self.vocab * (bytes_per_element + 4)
         return math.ceil(max(in_layer, at_end))
 
     def _attention_flops(self, num_attended: int) -> int:
-        return 4 * self.num_layers * self.num_heads * self.head_dim * num_attended
+        """`num_attended` positions, counted once per layer."""
+        return 4 * self.num_heads * self.head_dim * num_attended
+
+    @property
+    def _num_layers_by_window(self) -> list[tuple[int | None, int]]:
+        return list(Counter(self.windows).items()) if self.windows else [(None, self.num_layers)]
+
+    @property
+    def _num_dense_layers(self) -> int:
+        return len(self.dense_layers) if self.num_experts else self.num_layers
 
     @property
     def _attention_weights(self) -> int:
         return 2 * self.hidden * (self.num_heads + self.num_kv_heads) * self.head_dim
 
     def _mlp_weights(self, num_experts: int) -> int:
-        if not self.num_experts:
-            return 3 * self.hidden * self.intermediate
-        return self.hidden * self.num_experts + num_experts * 3 * self.hidden * self.moe_intermediate
+        """Of all layers, counting so many experts in each that has any."""
+        dense = 3 * self.hidden * self.intermediate
+        routed = self.hidden * self.num_experts + num_experts * 3 * self.hidden * self.moe_intermediate
+        return self._num_dense_layers * dense + (self.num_layers - self._num_dense_layers) * routed
 
     @property
     def _biases_and_norms(self) -> int:
-        """Per layer: two RMSNorms of h, two of d where queries and keys are normed, and the biases there are."""
+        """Per layer: two or four RMSNorms of h, two of d where queries and keys are normed, and any biases."""
+        norms = (4 if self.post_norms else 2) * self.hidden + 2 * self.head_dim * self.qk_norm
         qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim * self.qkv_bias
         mlp = (2 * self.intermediate + self.hidden) * self.mlp_bias
-        return 2 * self.hidden + 2 * self.head_dim * self.qk_norm + qkv + self.hidden * self.output_bias + mlp
+        return norms + qkv + self.hidden * self.output_bias + mlp
 
     def _num_parameters(self, num_experts: int) -> int:
-        per_layer = self._attention_weights + self._mlp_weights(num_experts) + self._biases_and_norms
-        num_embeddings = 1 if self.tied_embeddings else 2
-        return self.num_layers * per_layer + num_embeddings * self.vocab * self.hidden + self.hidden
+        per_layer = self._attention_weights + self._biases_and_norms
+        embeddings = (1 if self.tied_embeddings else 2) * self.vocab * self.hidden
+        return self.num_layers * per_layer + self._mlp_weights(num_experts) + embeddings + self.hidden
 
 
 def _sum_attended(end: int, window: int | None) -> int:
@@ -190,16 +212,26 @@ def _check(shape: ModelShape) -> None:
             f"{shape.num_heads} attention heads cannot share {shape.num_kv_heads} key-value heads evenly",
             "make the number of heads a multiple of the number of key-value heads",
         )
-    if shape.window is not None and shape.window < 1:
-        raise _contradiction(shape.family, f"its attention window is {shape.window} tokens", "give at least 1 or none")
+    _check_layers(shape)
     if shape.num_experts:
         _check_experts(shape)
-    elif shape.num_experts_per_token or shape.moe_intermediate:
+    elif shape.num_experts_per_token or shape.moe_intermediate or shape.dense_layers:
         raise _contradiction(
             shape.family,
             f"it routes to {shape.num_experts_per_token} experts of width {shape.moe_intermediate} but has none",
-            "give num_experts, or leave the other two at 0",
+            "give num_experts, or leave the others out",
         )
+
+
+def _check_layers(shape: ModelShape) -> None:
+    if len(shape.windows) not in (0, shape.num_layers):
+        fact = f"{shape.num_layers} layers have {len(shape.windows)} attention windows"
+        raise _contradiction(shape.family, fact, "give each layer one, which may be None")
+    if narrow := [window for window in shape.windows if window is not None and window < 1]:
+        raise _contradiction(shape.family, f"an attention window is {narrow[0]} tokens", "give at least 1 or none")
+    if not shape.dense_layers <= set(range(shape.num_layers)):
+        fact = f"dense_layers are {sorted(shape.dense_layers)} of {shape.num_layers} layers"
+        raise _contradiction(shape.family, fact, "count layers from 0")
 
 
 def _check_experts(shape: ModelShape) -> None:
@@ -231,61 +263,35 @@ def _from_config(config: Mapping[str, Any]) -> ModelShape:
             f"the families known are {', '.join(FAMILIES)}",
             "use one of those, or describe the model with ModelShape(...)",
         )
-    read = _Reader(config, family)
+    read, facts = ConfigReader(config, family), FAMILIES[family]
     num_heads = read.count("num_attention_heads")
-    attention_bias = read.flag("attention_bias")
+    num_layers = read.count("num_hidden_layers")
+    attention_bias = "attention_bias" in facts.bias_flags and read.flag("attention_bias")
     return ModelShape(
         family=family,
-        num_layers=read.count("num_hidden_layers"),
+        num_layers=num_layers,
         hidden=read.count("hidden_size"),
         num_heads=num_heads,
         num_kv_heads=read.count("num_key_value_heads", num_heads),
-        head_dim=_head_dim(read, num_heads),
+        head_dim=_head_dim(read, facts, num_heads),
         intermediate=read.count("intermediate_size"),
         vocab=read.count("vocab_size"),
         context=read.count("max_position_embeddings"),
-        tied_embeddings=read.flag("tie_word_embeddings"),
-        qkv_bias=attention_bias or family == "qwen2",
+        tied_embeddings=read.flag("tie_word_embeddings", default=facts.tied),
+        qkv_bias=attention_bias or facts.qkv_bias,
         output_bias=attention_bias,
-        mlp_bias=read.flag("mlp_bias"),
-        qk_norm=family in ("qwen3", "qwen3_moe"),
-        window=_window(read),
-        **_experts(read),
+        mlp_bias="mlp_bias" in facts.bias_flags and read.flag("mlp_bias"),
+        qk_norm=facts.qk_norm,
+        post_norms=facts.post_norms,
+        windows=layer_windows(read, facts, num_layers),
+        **_experts(read, facts, num_layers),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Typed look-ups in a config; an absent key and `null` are the same."""
-
-    config: Mapping[str, Any]
-    family: str
-
-    def count(self, key: str, default: int | None = None) -> int:
-        value = self.config.get(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise self._error(f"its config has no {key}", f"add {key} to the config")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self._error(f"{key} is {value!r}", f"make {key} a positive whole number")
-        return value
-
-    def flag(self, key: str) -> bool:
-        """Absent is false, which is what every family here defaults to."""
-        value = self.config.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise self._error(f"{key} is {value!r}", f"make {key} true or false")
-        return bool(value)
-
-    def _error(self, fact: str, remedy: str) -> ConfigError:
-        return ConfigError(f"read the shape of a {self.family} model", fact, remedy)
-
-
-def _head_dim(read: _Reader, num_heads: int) -> int:
-    """Explicit, else hidden / heads; Qwen3 does not derive it from them, so there it must be explicit."""
+def _head_dim(read: ConfigReader, facts: Family, num_heads: int) -> int:
+    """Explicit, else hidden / heads; families that do not derive it from them must say it."""
     hidden = read.count("hidden_size")
-    if read.family.startswith("qwen3"):
+    if facts.own_head_dim:
         return read.count("head_dim")
     if read.config.get("head_dim") is None and hidden % num_heads:
         raise _contradiction(
@@ -296,38 +302,16 @@ def _head_dim(read: _Reader, num_heads: int) -> int:
     return read.count("head_dim", hidden // num_heads)
 
 
-def _window(read: _Reader) -> int | None:
-    """Mistral and Mixtral window every layer; Qwen windows some of them, and only where told to."""
-    if read.config.get("sliding_window") is None or read.family == "llama":
-        return None
-    if read.family in ("mistral", "mixtral"):
-        return read.count("sliding_window")
-    if read.flag("use_sliding_window"):
-        raise UnsupportedModel(
-            f"read the shape of a {read.family} model",
-            "use_sliding_window gives its layers different attention windows",
-            "set use_sliding_window to false: costs are then those of full attention, an upper bound",
-        )
-    return None
-
-
-def _experts(read: _Reader) -> dict[str, int]:
-    if read.family == "mixtral":
-        return {
-            "num_experts": read.count("num_local_experts"),
-            "num_experts_per_token": read.count("num_experts_per_tok"),
-            "moe_intermediate": read.count("intermediate_size"),
-        }
-    if read.family != "qwen3_moe":
+def _experts(read: ConfigReader, facts: Family, num_layers: int) -> dict[str, Any]:
+    if facts.experts is None:
         return {}
-    if read.count("decoder_sparse_step", 1) != 1 or read.config.get("mlp_only_layers"):
-        raise UnsupportedModel(
-            "read the shape of a qwen3_moe model",
-            "decoder_sparse_step or mlp_only_layers makes some of its layers dense",
-            "use a model whose layers all have experts",
-        )
+    key, other_key, width_key = facts.experts
+    if read.config.get(key) is None and read.config.get(other_key) is not None:
+        key = other_key
+    step, dense = read.count("decoder_sparse_step", 1), read.listed("mlp_only_layers", int) or []
     return {
-        "num_experts": read.count("num_experts"),
+        "num_experts": read.count(key),
         "num_experts_per_token": read.count("num_experts_per_tok"),
-        "moe_intermediate": read.count("moe_intermediate_size"),
+        "moe_intermediate": read.count(width_key),
+        "dense_layers": frozenset(layer for layer in range(num_layers) if layer in dense or (layer + 1) % step),
     }

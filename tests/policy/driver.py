@@ -5,6 +5,7 @@ commits it, `void` only commits it. It knows each request's one ending, and look
 number shows.
 """
 
+import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -14,6 +15,7 @@ from batchwright.policy.dynamic import DynamicSettings, dynamic
 from batchwright.policy.grouped import Grouped
 from batchwright.policy.order import Queueing, by_aged_priority
 from batchwright.policy.pages import Memory
+from batchwright.policy.speculation import Speculation
 from batchwright.policy.static import one_by_one, static
 from batchwright.policy.types import Admitted, Dropped, Refused, Request, Scheduler, StepOutcome, StepPlan
 from batchwright.testing import FakeExecutor, VirtualClock
@@ -42,8 +44,23 @@ SCHEDULERS: dict[str, Callable[[Memory, Queueing], Scheduler]] = {
         for capacity in ("utilization", "guaranteed")
         for caching in (True, False)
     },
+    **{
+        f"continuous, {capacity}, speculating": (
+            lambda memory, queueing, capacity=capacity: make_continuous(
+                memory, capacity=capacity, speculation=Speculation(max_drafts=5), queueing=queueing
+            )
+        )
+        for capacity in ("utilization", "guaranteed")
+    },
 }
 """Every scheduler that the same laws hold for, small enough that its limits are met."""
+
+
+def some_guesses(request_id: str, num_outputs: int) -> tuple[bool, ...]:
+    """Up to seven, of some requests nearly always right, of others hardly ever."""
+    rng = random.Random(f"{request_id} at {num_outputs}")
+    quality = random.Random(request_id).choice((0.1, 0.6, 0.95))
+    return tuple(rng.random() < quality for _ in range(rng.randrange(8)))
 
 
 class Tape:
@@ -78,12 +95,13 @@ class Drive:
         self.memory = memory
         self.clock = VirtualClock()
         self.lengths: dict[str, int] = {}
-        self.executor = FakeExecutor(memory, self.lengths, **executor)
+        self.executor = FakeExecutor(memory, self.lengths, **{"guesses": some_guesses} | executor)
         self.in_flight: deque[StepPlan] = deque()
         self.plans: list[StepPlan] = []
         self.failed: list[StepPlan] = []
         self.live: dict[str, int] = {}  # id -> tokens that it is to get
         self.tokens: dict[str, int] = {}  # of those that finished
+        self.offered: dict[str, int] = {}  # guesses, by the outcome that was committed last
         self.ended: dict[str, str] = {}
         self.refusals: list[Refused] = []
 
@@ -137,6 +155,7 @@ class Drive:
         if outcome.failed:
             self.failed.append(plan)
         for item in outcome.items:
+            self.offered[item.request_id] = item.num_drafts
             if item.error:
                 self._give_up(item.request_id, "error")
             elif item.finished:
@@ -194,6 +213,7 @@ class Drive:
         assert load.num_in_flight == len(self.in_flight)
         assert load.num_waiting + load.num_running == len(self.live)
         self._check_holders()
+        self._check_held_back()
         if isinstance(self.scheduler, Continuous):
             self._check_reservations(self.scheduler)
 
@@ -219,6 +239,19 @@ class Drive:
                 holders.update(table)
         assert holders == Counter({page: held for page, held in enumerate(ledger.pool._holders) if held})
         assert ledger.pool.num_shares == sum(holders.values()) - len(holders)
+
+    def _check_held_back(self) -> None:
+        """Who is held back waits for what somebody computes who runs, and is ahead; and computes nothing meanwhile."""
+        ledger = self.scheduler._ledger
+        running = {id(row): row for row in ledger.live.values() if row.running}
+        assert {id(row) for row in ledger.upcoming._computed_by.values()} <= set(running)
+        held = {request_id: key for key, rows in ledger.upcoming._held.items() for request_id in rows}
+        assert held == ledger.upcoming._awaited
+        for request_id, key in held.items():
+            row = ledger.live[request_id]
+            assert not row.running
+            assert row.rank not in ledger.waiting
+            assert any(key in other.keys[other.num_published :] and other.rank < row.rank for other in running.values())
 
     def _check_reservations(self, scheduler: Continuous) -> None:
         reserved = [progress.reserved for progress in scheduler._ledger.live.values()]
@@ -246,9 +279,17 @@ class Drive:
             assert not plan.padding
             assert not plan.dead_rows
             assert self.scheduler.load.num_running <= self.scheduler.settings.max_rows
+            self._check_guesses(plan)
         else:
             longest = self.scheduler._batch.num_tokens_per_row
             assert all(chunk.start + chunk.num_tokens + chunk.padding <= longest for chunk in plan.chunks)
+
+    def _check_guesses(self, plan: StepPlan) -> None:
+        """Nobody carries more than was offered; who does is in no other plan until it is known how many count."""
+        unknown = {chunk.request_id for flying in self.in_flight for chunk in flying.chunks if chunk.num_drafts}
+        for chunk in plan.chunks:
+            assert chunk.request_id not in unknown
+            assert chunk.num_drafts <= min(self.scheduler.max_drafts, self.offered.get(chunk.request_id, 0))
 
     # ---- bookkeeping
 

@@ -189,13 +189,13 @@ def test_the_watermark_does_not_keep_out_who_is_alone() -> None:
 
 
 def test_a_page_that_is_promised_is_no_prefix_yet() -> None:
-    """a's second page is being computed, and may fail: b shares only the first."""
+    """a's second page is being computed, and may fail: b, which is more important, shares only the first."""
     drive = continuous(Memory(10, 4, 40), chunk_cap=4)
     drive.add(Request("a", 12, 1, keys=(1, 2, 3)))
     drive.launch()
     drive.launch()
     drive.land()
-    drive.add(Request("b", 12, 1, keys=(1, 2, 3)))
+    drive.add(Request("b", 12, 1, priority=-1, keys=(1, 2, 3)))
     assert {chunk.request_id: chunk.start for chunk in drive.launch().chunks} == {"a": 8, "b": 4}
 
 

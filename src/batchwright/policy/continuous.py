@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from batchwright.errors import ConfigError
-from batchwright.policy.ledger import Flight, Ledger, Progress, Share
+from batchwright.policy.ledger import Ledger
 from batchwright.policy.order import Queueing, RankedQueue
 from batchwright.policy.pages import Memory
+from batchwright.policy.progress import Flight, Progress, Share
 from batchwright.policy.speculation import Speculation, allot
 from batchwright.policy.types import Admitted, Chunk, Dropped, Load, Refused, Request, StepOutcome, StepPlan
 
@@ -238,11 +239,16 @@ class Continuous:
         return not row.paused
 
     def _admit_waiting(self, outline: _Outline) -> None:
-        """New and preempted requests in order of rank; the first that does not fit holds the rest back."""
+        """New and preempted requests in order of rank, up to the first that does not fit.
+
+        Those whose prefix somebody ahead is computing step out of the queue until it can be shared.
+        """
         waiting = self._ledger.waiting
-        while outline.budget and len(waiting):
+        while outline.budget and len(waiting) and len(self._running) < self.settings.max_rows:
             row = waiting[0]
             shared = self._ledger.find_prefix(row)
+            if self._ledger.hold_back(row, len(shared)):
+                continue
             if not self._fits(row, shared):
                 return
             waiting.remove(row.rank)
@@ -339,7 +345,12 @@ class Continuous:
         while len(waiting) and len(running):
             row, victim = waiting[0], running[-1]
             outranked = victim.request.priority > row.request.priority and victim.rank > row.rank
-            if not outranked or self._fits(row, self._ledger.find_prefix(row)) or not self._preempt(victim):
+            if not outranked:
+                return
+            shared = self._ledger.find_prefix(row)
+            if self._ledger.hold_back(row, len(shared)):
+                continue
+            if self._fits(row, shared) or not self._preempt(victim):
                 return
 
     def _preempt(self, victim: Progress) -> bool:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from batchwright.errors import ConfigError
 from batchwright.policy.grouped import Grouped, Release
-from batchwright.policy.ledger import Progress
 from batchwright.policy.order import Queueing, RankedQueue, by_strict_priority
 from batchwright.policy.pages import Memory
+from batchwright.policy.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)

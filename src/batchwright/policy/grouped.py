@@ -9,9 +9,10 @@ from collections import deque
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from batchwright.policy.ledger import Flight, Ledger, Progress, Share
+from batchwright.policy.ledger import Ledger
 from batchwright.policy.order import Queueing, RankedQueue
 from batchwright.policy.pages import Memory
+from batchwright.policy.progress import Flight, Progress, Share
 from batchwright.policy.types import Admitted, Chunk, Dropped, Load, Reason, Refused, Request, StepOutcome, StepPlan
 
 

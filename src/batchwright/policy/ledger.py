@@ -6,18 +6,16 @@ Every admitted request ends exactly once, and pages held + free == total after e
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 
-from batchwright.policy.order import Queueing, Rank, RankedQueue
+from batchwright.policy.order import Queueing, RankedQueue
 from batchwright.policy.pages import Memory, PagePool
 from batchwright.policy.prefix import PrefixIndex
-from batchwright.policy.speculation import Acceptance
+from batchwright.policy.progress import Flight, Progress
 from batchwright.policy.types import (
     Admitted,
     Chunk,
-    Dropped,
     Load,
     Reason,
     RefusalReason,
@@ -26,97 +24,7 @@ from batchwright.policy.types import (
     StepOutcome,
     StepPlan,
 )
-
-
-class Progress:
-    """One live request. `length` tokens are known or promised, `done` of them computed; a step narrows the gap."""
-
-    __slots__ = (
-        "acceptance",
-        "accepted",
-        "arrival",
-        "capacity",
-        "committed",
-        "done",
-        "ended",
-        "flushed",
-        "keys",
-        "last_plan",
-        "length",
-        "limit",
-        "num_offered",
-        "num_published",
-        "outputs",
-        "pages",
-        "paused",
-        "rank",
-        "request",
-        "reserved",
-        "running",
-    )
-
-    def __init__(self, request: Request, rank: Rank, arrival: float, limit: int) -> None:
-        self.request = request
-        self.rank = rank
-        self.arrival = arrival
-        self.limit = limit  # output tokens it may get
-        self.keys: list[Hashable] = list(request.keys)
-        self.pages: tuple[int, ...] = ()
-        self.capacity = 0  # tokens that `pages` hold
-        self.reserved = 0  # pages set aside for it and not yet granted
-        self.num_published = 0  # pages offered to the prefix index
-        self.length = request.num_prompt
-        self.done = self.committed = 0  # positions computed: promised, committed
-        self.outputs = self.accepted = 0  # output tokens: promised, committed
-        self.num_offered = 0  # guesses that its executor has for its next step
-        self.acceptance = Acceptance()
-        self.last_plan = -1
-        self.running = self.ended = self.flushed = False
-        self.paused = False  # takes no part in plans until its last one has landed
-
-    def promise(self, num_tokens: int) -> bool:
-        """Count `num_tokens` more positions as promised; whether their last one samples a token."""
-        self.done += num_tokens
-        if self.done < self.length:
-            return False
-        self.outputs += 1
-        if self.outputs < self.limit:  # the last output is never computed
-            self.length += 1
-        return True
-
-    def promise_drafts(self, num_drafts: int) -> None:
-        """Count `num_drafts` guesses, which follow its last token, as if all were right, until it is known."""
-        self.done += num_drafts
-        self.outputs += num_drafts
-        self.length = self.request.num_prompt + min(self.outputs, self.limit - 1)
-
-    @property
-    def started(self) -> bool:
-        """Whether any of it was ever planned."""
-        return self.last_plan >= 0
-
-    def expired(self, now: float) -> Dropped:
-        """Why it is dropped at `now`: its deadline passed, or it waited too long."""
-        deadline = self.request.deadline
-        return Dropped(self.request.id, "deadline" if deadline is not None and deadline <= now else "queue_timeout")
-
-    def roll_back(self) -> None:
-        """Forget promises that were not kept."""
-        self.num_offered = 0
-        self.done, self.outputs = self.committed, self.accepted
-        self.length = self.request.num_prompt + self.accepted
-
-
-class Share(NamedTuple):
-    """What a plan computes for one live row: `num_tokens` positions, of which the last `num_drafts` are guesses."""
-
-    row: Progress
-    num_tokens: int
-    num_drafts: int = 0
-
-
-Flight = dict[str, Share]
-"""The shares of a plan under way, by request."""
+from batchwright.policy.upcoming import Upcoming
 
 
 class Ledger:
@@ -128,6 +36,7 @@ class Ledger:
         self.memory = memory
         self.pool = PagePool(memory.num_pages)
         self.prefix = PrefixIndex(self.pool) if prefix_caching else None
+        self.upcoming = Upcoming()  # empty without prefix caching
         self.live: dict[str, Progress] = {}
         self.waiting: RankedQueue[Progress] = RankedQueue()
         self._queueing = queueing
@@ -160,6 +69,7 @@ class Ledger:
         progress.ended = True
         if progress.rank in self.waiting:
             self.waiting.remove(progress.rank)
+        self.upcoming.let_go(progress)
         del self.live[progress.request.id]
         self.return_pages(progress)
 
@@ -188,6 +98,10 @@ class Ledger:
         for progress in self.waiting:
             progress.flushed = True
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + self.upcoming.num_held
+
     # ---- pages
 
     def grant(self, progress: Progress, num_tokens: int) -> int:
@@ -205,6 +119,17 @@ class Ledger:
             return ()
         return self.prefix.match(progress.keys[: (progress.length - 1) // self.memory.page_size])
 
+    def hold_back(self, progress: Progress, num_found: int) -> bool:
+        """Whether somebody ahead computes more of its prefix than the `num_found` pages found.
+
+        It then leaves the queue until that is there, or until whoever computes it has left.
+        """
+        num_useful = min(len(progress.keys), (progress.length - 1) // self.memory.page_size)
+        if not self.upcoming.hold_back(progress, num_found, num_useful):
+            return False
+        self.waiting.remove(progress.rank)
+        return True
+
     def share(self, progress: Progress, pages: tuple[int, ...]) -> None:
         """Start `progress` with `pages` that are computed already."""
         self.pool.hold(pages)
@@ -212,9 +137,13 @@ class Ledger:
         progress.num_published = len(pages)
         progress.capacity = progress.done = progress.committed = len(pages) * self.memory.page_size
         self._num_stored += progress.committed
+        if self.prefix is not None:
+            self.upcoming.begin(progress)
 
     def return_pages(self, progress: Progress) -> None:
         """Take its pages back, now or when its last plan commits; what they stored is lost to it."""
+        if progress.pages:
+            self._queue(self.upcoming.leave(progress))
         owed = progress.pages, progress.committed
         if self.in_flight(progress):
             self._owed[progress.last_plan].append(owed)
@@ -275,7 +204,7 @@ class Ledger:
 
     def load(self, num_running: int) -> Load:
         return Load(
-            num_waiting=len(self.waiting),
+            num_waiting=self.num_waiting,
             num_running=num_running,
             pages_held=self.pool.num_held,
             pages_total=self.pool.num_pages,
@@ -319,12 +248,18 @@ class Ledger:
         full = min(progress.committed // self.memory.page_size, len(progress.keys))
         for index in range(progress.num_published, full):
             self.prefix.publish(progress.keys[index], progress.pages[index])
+            self._queue(self.upcoming.published(progress.keys[index]))
         progress.num_published = full
 
     def _withdraw(self, progress: Progress) -> None:
         """Nobody else may find the pages of a request that erred: any of them may hold numbers that are not finite."""
         if self.prefix is not None:
             self.prefix.withdraw(progress.pages)
+
+    def _queue(self, rows: Iterable[Progress]) -> None:
+        """Back to the queue: what they waited for is there, or comes no more."""
+        for progress in rows:
+            self.waiting.add(progress.rank, progress)
 
     def _give_back(self, pages: tuple[int, ...], num_tokens: int) -> None:
         self.pool.release(pages)
@@ -342,10 +277,13 @@ class Ledger:
             heappush(self._expiries, (request.deadline, 2 * self._num_arrived + 1, progress, False))
 
     def _move_back(self, progress: Progress) -> None:
-        self.waiting.remove(progress.rank)
+        is_queued = progress.rank in self.waiting  # not held back
+        if is_queued:
+            self.waiting.remove(progress.rank)
         level, _, arrived = progress.rank
         progress.rank = level, float("inf"), arrived
-        self.waiting.add(progress.rank, progress)
+        if is_queued:
+            self.waiting.add(progress.rank, progress)
 
     def _refusal(self, request: Request) -> Refused | None:
         """Why `request` can never run, or not now."""
@@ -375,8 +313,8 @@ class Ledger:
             pages = f"{memory.pages_for(needed)} pages of {memory.page_size}"
             fact = f"with one output token it needs {pages}, the pool has {memory.num_pages}"
             return refused("too_long", lengths, fact, "shorten the prompt or raise num_pages")
-        if self._queueing.max_requests is not None and len(self.waiting) >= self._queueing.max_requests:
-            fact = f"{len(self.waiting)} wait, which is the limit"
+        if self._queueing.max_requests is not None and self.num_waiting >= self._queueing.max_requests:
+            fact = f"{self.num_waiting} wait, which is the limit"
             return refused("queue_full", "queue one more request", fact, "try again later")
         return None
 

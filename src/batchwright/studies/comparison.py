@@ -21,7 +21,7 @@ class CompareSettings:
     """What to compare, on which requests. Lengths are tokens, times seconds."""
 
     model: str = "smollm2"
-    """smollm2 (embedded), a directory with config.json and safetensors, or a .gguf file."""
+    """smollm2 (embedded), a directory with config.json and safetensors, a .gguf file, or org/name on Hugging Face."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of weights and KV cache."""
     device: str = "cpu"

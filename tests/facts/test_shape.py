@@ -376,6 +376,7 @@ def test_a_missing_size_is_named(key: str) -> None:
         (LLAMA_2_7B, {"model_type": None}, "no model_type"),
         (LLAMA_2_7B, {"hidden_size": "4096"}, "hidden_size is '4096'"),
         (LLAMA_2_7B, {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        (MISTRAL_7B_V01, {"num_hidden_layers": 10**12}, "num_hidden_layers is 1,000,000,000,000"),
         (LLAMA_2_7B, {"hidden_size": True}, "hidden_size is True"),
         (LLAMA_2_7B, {"num_key_value_heads": 5}, "cannot share 5 key-value heads"),
         (LLAMA_2_7B, {"hidden_size": 4100}, "not a multiple"),

@@ -122,9 +122,11 @@ def test_both_spellings_of_rope_settings_are_read(scaling: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("changes", "fact"),
     [
-        ({"model_type": "mamba"}, "'mamba'; supported are llama"),
+        ({"model_type": "mamba"}, "'mamba'; supported are llama, smollm3, mistral"),
         ({"model_type": None}, "supported are llama"),
-        ({"hidden_act": "gelu"}, "'gelu'; supported is silu"),
+        ({"model_type": ["llama"]}, "supported are llama"),
+        ({"hidden_act": "gelu"}, "'gelu'; supported are silu, gelu_pytorch_tanh"),
+        ({"head_dim": 7}, "head_dim is 7"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised with 'gptq'"),
     ],
 )

@@ -250,10 +250,17 @@ def assert_three_parts(path: object, fact: str, kind: type[BatchwrightError] = B
 
 
 def test_a_billion_claimed_layers_do_not_hang(make_checkpoint: MakeCheckpoint) -> None:
-    """Nothing is made for each layer that a config claims before the tensors are seen to be as many."""
+    """Nothing is made for each layer that a config claims before that number is plausible."""
     path = make_checkpoint()
     edit(path / "config.json", num_hidden_layers=1_000_000_000)
-    assert_three_parts(path, "claims 1,000,000,000 layers but its files hold 30 tensors")
+    assert_three_parts(path, "num_hidden_layers is 1,000,000,000", ConfigError)
+
+
+def test_more_layers_than_tensors_are_not_looked_for(make_checkpoint: MakeCheckpoint) -> None:
+    """A plausible number is held against the number of tensors."""
+    path = make_checkpoint()
+    edit(path / "config.json", num_hidden_layers=9_999)
+    assert_three_parts(path, "claims 9,999 layers but its files hold 30 tensors")
 
 
 def test_a_shard_of_99999999999_does_not_hang(make_checkpoint: MakeCheckpoint) -> None:

@@ -104,7 +104,7 @@ class Family:
     `window_flag`: there are windows only where `use_sliding_window` is set. `slides`: which layers have them.
     `layer_types`: whether a config may say so itself. `rotates`: which layers rotate queries and keys.
     `experts`: the keys of how many there are, under its own name and the one that transformers 5 may save, and of how
-    wide they are; None where layers have none.
+    wide they are; None where layers have none. `whole_shares`: the shares of a token's experts always sum to one.
     """
 
     tied: bool = False
@@ -127,6 +127,7 @@ class Family:
     layer_types: bool = False
     rotates: OfLayer = _always
     experts: tuple[str, str, str] | None = None
+    whole_shares: bool = False
 
 
 _QWEN_3 = Family(bias_flags=("attention_bias",), qk_norm=True, window=4096, window_flag=True)
@@ -163,6 +164,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             base=1_000_000.0,
             slides=_always,
             experts=("num_local_experts", "num_experts", "intermediate_size"),
+            whole_shares=True,
         ),
         "qwen2": Family(qkv_bias=True, window=4096, window_flag=True, slides=_slides_above, layer_types=True),
         "qwen3": replace(_QWEN_3, own_head_dim=True, slides=_slides_above, layer_types=True),

@@ -17,6 +17,10 @@ from batchwright.facts.families import FAMILIES, ConfigReader, Family, layer_win
 from batchwright.units import format_tokens
 
 
+MAX_LAYERS = 10_000
+"""A config that claims more is not believed, before anything is made for each."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The sizes of one decoder. `hidden`, `intermediate` and `head_dim` are widths; `context` is in tokens.
@@ -266,6 +270,8 @@ def _from_config(config: Mapping[str, Any]) -> ModelShape:
     read, facts = ConfigReader(config, family), FAMILIES[family]
     num_heads = read.count("num_attention_heads")
     num_layers = read.count("num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise read.error(f"num_hidden_layers is {num_layers:,}", f"give what it has: no model has {MAX_LAYERS:,}")
     attention_bias = "attention_bias" in facts.bias_flags and read.flag("attention_bias")
     return ModelShape(
         family=family,

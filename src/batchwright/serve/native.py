@@ -59,8 +59,8 @@ class NativeOps:
         self._is_int8 = quantization == "int8"
         self._turns: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the frequencies, which are kept alive
 
-    def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
-        return NativeLinear(self._packed(weight_NK, bias_N))
+    def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None, *, exact: bool = False) -> Linear:
+        return NativeLinear(calls.pack(weight_NK, bias_N) if exact else self._packed(weight_NK, bias_N))
 
     def gated(
         self, weights_IK: Sequence[Tensor], biases_I: Sequence[Tensor] | None = None, activation: Activation = "silu"

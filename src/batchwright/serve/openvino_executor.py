@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchwright.errors import ConfigError, MissingDependency
+from batchwright.errors import ConfigError, MissingDependency, UnsupportedModel
 from batchwright.policy.pages import Memory
 from batchwright.policy.types import Chunk, StepPlan
 from batchwright.serve.attention import RowSpan
-from batchwright.serve.model import Take, supported_shape
+from batchwright.serve.model import Take
 from batchwright.serve.params import SamplingParams
-from batchwright.serve.rope import frequencies
+from batchwright.serve.recipe import recipe_of
 from batchwright.serve.sequences import Feed, RowResult, Sequences
 
 PAGE_SIZE = 32
@@ -97,9 +97,13 @@ class OpenVinoDecoder:
 
         from batchwright.serve.openvino_graph import decoder_graph
 
-        self.shape = supported_shape(config)
+        recipe = recipe_of(config, freq_C)
+        frequencies = recipe.attention[0].freq_C
+        if not recipe.is_plain or frequencies is None:
+            fact = f"its graph computes what Llama does, and a {recipe.shape.family} model like this one does more"
+            raise UnsupportedModel('using backend "openvino"', fact, 'use backend="native" or "torch"')
+        self.shape, self.freq_C = recipe.shape, frequencies
         self.dtype = dtype
-        self.freq_C = frequencies(config, self.shape.head_dim) if freq_C is None else freq_C
         core = openvino.Core()
         check_precision(core, dtype)
         graph = decoder_graph(config, take, in_pair_order=in_pair_order, quantization=quantization)

@@ -20,9 +20,9 @@ from openvino import opset13 as ops
 from openvino.op import Constant, _PagedAttentionExtension
 from torch import Tensor
 
-from batchwright.serve.checkpoint import positive
 from batchwright.serve.linear import quantized
-from batchwright.serve.model import Take, supported_shape
+from batchwright.serve.model import Take
+from batchwright.serve.recipe import recipe_of
 
 _EXACT_INPUTS = 64
 """Float32 products are taken in slices of this many inputs and added up, for a chain over a whole row rounds too far.
@@ -68,8 +68,9 @@ class _Builder:
     """Emits one node after another; `_held` grows with the weights."""
 
     def __init__(self, config: Mapping[str, Any], take: Take, *, in_pair_order: bool, quantization: str | None) -> None:
-        self._shape = supported_shape(config)
-        self._eps = positive("rms_norm_eps", config.get("rms_norm_eps", 1e-6))
+        recipe = recipe_of(config)
+        assert recipe.is_plain, "the caller has asked"
+        self._shape, self._eps, self._scale = recipe.shape, recipe.eps, recipe.attention[0].scale
         self._take = take
         self._in_pair_order = in_pair_order
         self._quantization = quantization
@@ -105,7 +106,7 @@ class _Builder:
         q, k, v = self._queries_keys_values(self._normed(x_TE, name + "input_layernorm"), name + "self_attn.")
         caches = [self._input(f"{kind}_cache.{layer}", ov.Type.dynamic, [-1, -1, -1, -1]) for kind in ("key", "value")]
         queries, keys = self._rotated(q, shape.num_heads, step), self._rotated(k, shape.num_kv_heads, step)
-        inputs = [queries, keys, v, *caches, *step.paging, *_attention_settings(shape.head_dim, step.max_context_len)]
+        inputs = [queries, keys, v, *caches, *step.paging, *_attention_settings(self._scale, step.max_context_len)]
         attention = _PagedAttentionExtension([_output(value) for value in inputs])
         for kind in "kv":
             attention.get_rt_info()[f"num_{kind}_heads"] = shape.num_kv_heads
@@ -224,12 +225,12 @@ def as_openvino(tensor: Tensor) -> Any:
     return ov.Tensor(tensor.view(known_to_numpy).numpy(), ov.Shape(list(tensor.shape)), kind)
 
 
-def _attention_settings(head_dim: int, max_context_len: Value) -> list[Value]:
+def _attention_settings(scale: float, max_context_len: Value) -> list[Value]:
     """The operator's inputs behind the pages, in its order; all but the scale and the longest context are off."""
     floats, ints, off = _empty(np.float32), _empty(np.int32), Constant(np.array(0, np.int32))
     eviction = [off, ints, ints, ints]  # start size, evictable sizes, diversity sets and where they begin
     return [
-        Constant(np.array(head_dim**-0.5, np.float32)),
+        Constant(np.array(scale, np.float32)),
         off,  # sliding window
         floats,  # slopes of linear biases
         max_context_len,

@@ -78,8 +78,8 @@ class Ops(Protocol):
     @property
     def page_multiple(self) -> int: ...
 
-    def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
-        """The weight may be freed by the caller afterwards."""
+    def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None, *, exact: bool = False) -> Linear:
+        """The weight may be freed by the caller afterwards. `exact`: it is held in its dtype, whatever others are."""
         ...
 
     def gated(
@@ -117,8 +117,8 @@ class TorchOps:
     def __init__(self, quantization: str | None = None) -> None:
         self._linear = Int8Linear if quantization == "int8" else TorchLinear
 
-    def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
-        return self._linear(weight_NK, bias_N)
+    def linear(self, weight_NK: Tensor, bias_N: Tensor | None = None, *, exact: bool = False) -> Linear:
+        return (TorchLinear if exact else self._linear)(weight_NK, bias_N)
 
     def gated(
         self, weights_IK: Sequence[Tensor], biases_I: Sequence[Tensor] | None = None, activation: Activation = "silu"

@@ -36,6 +36,7 @@ struct Shape {
 struct Rule {
   float scale, cap;
   int window;
+  bool is_plain() const { return !cap && !window; }
   int lowest(int limit) const { return window && limit > window ? limit - window : 0; }  // key that is seen
 };
 
@@ -154,8 +155,8 @@ struct Task {
 };
 
 template <class T, int Q>
-inline void score(const T *const *queries, int dim, const Sixteen<T> *parts, const Sixteen<T> *next,
-                  Floats (&scores)[Q][kParts]) {
+BATCHWRIGHT_INLINE void score(const T *const *queries, int dim, const Sixteen<T> *parts, const Sixteen<T> *next,
+                              Floats (&scores)[Q][kParts]) {
   typedef Lane<T> L;
   const T *keys[kParts], *ahead[kParts], *query[Q];
   for (int part = 0; part < kParts; ++part) keys[part] = parts[part].keys, ahead[part] = next[part].keys;
@@ -174,35 +175,30 @@ inline void score(const T *const *queries, int dim, const Sixteen<T> *parts, con
   }
 }
 
-// Products become scores: scaled, capped, and the least there is for a key that a query does not see.
-template <class T, int Q>
-inline void judge(const Task<T> &task, int first_query, int first_key, Floats (&scores)[Q][kParts]) {
+// Products become scores: scaled, capped, and the least there is for a key that a query does not see. `IsPlain`: there
+// is no cap and no window, and they cost nothing.
+template <class T, int Q, bool IsPlain>
+BATCHWRIGHT_INLINE void judge(const Task<T> &task, int first_query, int first_key, Floats (&scores)[Q][kParts]) {
   const Rule &rule = task.rule;
-  const Floats factor = splat(rule.cap ? rule.scale / rule.cap : rule.scale);
-  for (int q = 0; q < Q; ++q)
-    for (int part = 0; part < kParts; ++part) scores[q][part] *= factor;
-  if (rule.cap)
+  const bool has_cap = !IsPlain && rule.cap;
+  if (has_cap)
     for (int q = 0; q < Q; ++q)
-      for (int part = 0; part < kParts; ++part) scores[q][part] = splat(rule.cap) * tangent(scores[q][part]);
-  for (int q = 0; q < Q; ++q)
+      for (Floats &score : scores[q]) score = tangent(score * splat(rule.scale / rule.cap));
+  for (int q = 0; q < Q; ++q) {
+    const int limit = task.limits[first_query + q];
     for (int part = 0; part < kParts; ++part) {
-      const Ints seen = lane_numbers() + splat(first_key + part * kLanes) < splat(task.limits[first_query + q]);
-      scores[q][part] = seen ? scores[q][part] : splat(kLeast);
+      const Ints keys = lane_numbers() + splat(first_key + part * kLanes);
+      Floats score = scores[q][part] * splat(has_cap ? rule.cap : rule.scale);
+      if (!IsPlain) score = keys < splat(rule.lowest(limit)) ? splat(kLeast) : score;
+      scores[q][part] = keys < splat(limit) ? score : splat(kLeast);
     }
-  if (rule.window)
-    for (int q = 0; q < Q; ++q) {
-      const Ints lowest = splat(rule.lowest(task.limits[first_query + q]));
-      for (int part = 0; part < kParts; ++part) {
-        const Ints over = lane_numbers() + splat(first_key + part * kLanes) < lowest;
-        scores[q][part] = over ? splat(kLeast) : scores[q][part];
-      }
-    }
+  }
 }
 
 // Scores become weights, as T; `fades`: what the sums and outputs so far are multiplied by.
 template <class T, int Q>
-inline void weigh(Task<T> &task, int first_query, const Floats (&scores)[Q][kParts], T (&weights)[Q][kSpan],
-                  float (&fades)[Q]) {
+BATCHWRIGHT_INLINE void weigh(Task<T> &task, int first_query, const Floats (&scores)[Q][kParts],
+                              T (&weights)[Q][kSpan], float (&fades)[Q]) {
   Floats change = {};
   float peaks[Q];
   for (int q = 0; q < Q; ++q) {
@@ -230,8 +226,9 @@ inline void weigh(Task<T> &task, int first_query, const Floats (&scores)[Q][kPar
 
 // V vectors of the outputs, from dimension `d` on.
 template <class T, int Q, int V>
-inline void add_values(Task<T> &task, int first_query, int d, const T (&weights)[Q][kSpan], const float (&fades)[Q],
-                       const Sixteen<T> *parts, int num_parts, const Sixteen<T> *next) {
+BATCHWRIGHT_INLINE void add_values(Task<T> &task, int first_query, int d, const T (&weights)[Q][kSpan],
+                                   const float (&fades)[Q], const Sixteen<T> *parts, int num_parts,
+                                   const Sixteen<T> *next) {
   typedef Lane<T> L;
   float *outputs = &task.outputs[first_query * task.shape.dim + d];
   Floats sums[Q][V];
@@ -257,14 +254,14 @@ inline void add_values(Task<T> &task, int first_query, int d, const T (&weights)
 }
 
 // Q queries of a task meet a span of keys; `next` is fetched from memory meanwhile.
-template <class T, int Q>
+template <class T, int Q, bool IsPlain>
 void see(Task<T> &task, int first_query, int first_key, const Sixteen<T> *parts, int num_parts,
          const Sixteen<T> *next) {
   Floats scores[Q][kParts] = {};
   T weights[Q][kSpan];
   float fades[Q];
   score<T, Q>(&task.queries[first_query], task.shape.dim, parts, next, scores);
-  judge<T, Q>(task, first_query, first_key, scores);
+  judge<T, Q, IsPlain>(task, first_query, first_key, scores);
   weigh<T, Q>(task, first_query, scores, weights, fades);
   int d = 0;
   for (; d + 4 * kLanes <= task.shape.dim; d += 4 * kLanes)
@@ -273,15 +270,15 @@ void see(Task<T> &task, int first_query, int first_key, const Sixteen<T> *parts,
     add_values<T, Q, 1>(task, first_query, d, weights, fades, parts, num_parts, next);
 }
 
-template <class T>
+template <class T, bool IsPlain>
 void see_in_groups(Task<T> &task, int first_key, const Sixteen<T> *parts, int num_parts, const Sixteen<T> *next) {
   const int count = int(task.queries.size());
   for (int q = 0; q < count; q += kGroup) {
     switch (std::min(kGroup, count - q)) {
-      case 1: see<T, 1>(task, q, first_key, parts, num_parts, next); break;
-      case 2: see<T, 2>(task, q, first_key, parts, num_parts, next); break;
-      case 3: see<T, 3>(task, q, first_key, parts, num_parts, next); break;
-      case 4: see<T, 4>(task, q, first_key, parts, num_parts, next); break;
+      case 1: see<T, 1, IsPlain>(task, q, first_key, parts, num_parts, next); break;
+      case 2: see<T, 2, IsPlain>(task, q, first_key, parts, num_parts, next); break;
+      case 3: see<T, 3, IsPlain>(task, q, first_key, parts, num_parts, next); break;
+      case 4: see<T, 4, IsPlain>(task, q, first_key, parts, num_parts, next); break;
     }
   }
 }
@@ -346,7 +343,10 @@ void attend(Task<T> &task, const Tile &tile, int head, const Tile &following, in
     std::copy(parts, parts + kParts, next);
     int next_count = count;
     if (may_fetch) next_count = span(task, then, then_head, then_first, pages, next);
-    see_in_groups(task, first, parts, count, next);
+    if (task.rule.is_plain())
+      see_in_groups<T, true>(task, first, parts, count, next);
+    else
+      see_in_groups<T, false>(task, first, parts, count, next);
     if (is_last) break;
     if (!may_fetch) next_count = span(task, tile, head, first + kSpan, pages, next);
     std::copy(next, next + kParts, parts);

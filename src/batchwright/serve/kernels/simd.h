@@ -15,6 +15,9 @@
 #include <immintrin.h>
 #endif
 
+// Whatever the compiler thinks of its size: vectors that a function is called with go through memory.
+#define BATCHWRIGHT_INLINE [[gnu::always_inline]] inline
+
 namespace batchwright {
 
 constexpr int kLanes = 16;
@@ -135,7 +138,7 @@ struct Powers {
   Ints exponent() const { return __builtin_convertvector(turns, Ints) << 23; }  // of 2^turns, as a float holds it
 };
 
-inline Powers powers_of(Floats v) {
+BATCHWRIGHT_INLINE Powers powers_of(Floats v) {
   const Floats shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
   const Floats turns = fused(v, splat(1.44269504f), shift) - shift;
   Floats rest = fused(turns, splat(-0.693359375f), v);
@@ -147,7 +150,7 @@ inline Powers powers_of(Floats v) {
 }
 
 // e^v to within 2 units in the last place; 0 below e^-87, where a float would be subnormal.
-inline Floats exponential(Floats v) {
+BATCHWRIGHT_INLINE Floats exponential(Floats v) {
   const Floats least = splat(-87.0f), most = splat(88.0f);
   const Ints vanishes = v < least;
   Floats x = v < least ? least : v;
@@ -159,7 +162,7 @@ inline Floats exponential(Floats v) {
 }
 
 // tanh(v) to within 4 units in the last place: m / (m + 2) with m = e^2|v| - 1, which near 0 loses nothing either.
-inline Floats tangent(Floats v) {
+BATCHWRIGHT_INLINE Floats tangent(Floats v) {
   const Floats most = splat(20.0f);  // of 2|v|; beyond, tanh is 1
   Floats x = v < 0 ? v * splat(-2.0f) : v * splat(2.0f);
   x = x > most ? most : x;

@@ -114,12 +114,11 @@ class _Reader:
 
     def _places(self, modules: Mapping[str, str]) -> Iterator[tuple[Place, LowRank]]:
         """Of one layer, whose projections have the names `modules`."""
-        ops = type(self._decoder.ops)()  # not quantised: the products are small, and the values precise
         for place, parts in PLACES.items():
             names = [modules[part] for part in parts if part in modules]
             if self._adapted.intersection(names):
                 widths = [self._base[name][0] for name in names]
-                yield place, LowRank(ops, widths, [self._factors(name) for name in names])
+                yield place, LowRank(self._decoder.ops, widths, [self._factors(name) for name in names])
 
     def _factors(self, module: str) -> Factors | None:
         if module not in self._adapted:

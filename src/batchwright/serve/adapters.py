@@ -54,9 +54,9 @@ class LowRank:
         filled = [pair and _filled(pair) for pair in factors]
         ends = accumulate(len(pair.a_RK) if pair else 0 for pair in filled)
         self._widths = list(widths)
-        self._downs = ops.linear(torch.cat([pair.a_RK for pair in filled if pair]))
+        self._downs = ops.linear(torch.cat([pair.a_RK for pair in filled if pair]), exact=True)
         self._ups: list[tuple[int, slice, Linear]] = [
-            (part, slice(end - len(pair.a_RK), end), ops.linear(pair.b_NR))
+            (part, slice(end - len(pair.a_RK), end), ops.linear(pair.b_NR, exact=True))
             for part, (pair, end) in enumerate(zip(filled, ends, strict=True))
             if pair
         ]

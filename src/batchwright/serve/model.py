@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchwright.facts.shape import ModelShape
+from batchwright.serve.adapters import Place, RowAdapters, StepAdapters
 from batchwright.serve.experts import Experts, expert_shapes
 from batchwright.serve.ops import Gated, Linear, Ops, TorchOps
 from batchwright.serve.recipe import Recipe, recipe_of
@@ -90,12 +91,19 @@ class Decoder:
         return num_positions * (2 * shape.hidden * size + per_position) + num_rows * shape.vocab * 4
 
     @torch.inference_mode()
-    def forward(self, tokens_T: Tensor, attend: Attend, rows_R: Tensor, room_RV: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_T: Tensor,
+        attend: Attend,
+        rows_R: Tensor,
+        room_RV: Tensor | None = None,
+        adapters: StepAdapters | None = None,
+    ) -> Tensor:
         """logits_RV in float32, in the order of `rows_R` (int64, may be empty); perhaps in `room_RV`."""
-        return self.logits(self.hidden(tokens_T, attend, rows_R), room_RV)
+        return self.logits(self.hidden(tokens_T, attend, rows_R, adapters), room_RV)
 
     @torch.inference_mode()
-    def hidden(self, tokens_T: Tensor, attend: Attend, rows_R: Tensor) -> Tensor:
+    def hidden(self, tokens_T: Tensor, attend: Attend, rows_R: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """x_RE, normed: what logits are made of, at the positions `rows_R` (int64, may be empty).
 
         `attend` is called once per layer, in order. T is at least 1; all tensors are on the decoder's device.
@@ -103,14 +111,16 @@ class Decoder:
         x_TE = self._embedded(tokens_T)
         tokens_LX = self.expert_tokens_LX = self._no_tokens()
         last = len(self._layers) - 1
+        of_rows = adapters and adapters.all
         for i, layer in enumerate(self._layers):
-            o_TE = attend(i, layer.qkv(x_TE))
+            o_TE = attend(i, layer.qkv(x_TE, of_rows))
             if i == last:
                 if not len(rows_R):
                     return x_TE[:0]
                 x_TE, o_TE = x_TE[rows_R], o_TE[rows_R]
-            x_TE = layer.add_attention(x_TE, o_TE)
-            x_TE = layer.add_mlp(x_TE, None if tokens_LX is None else tokens_LX[i])
+                of_rows = adapters and adapters.wanted
+            x_TE = layer.add_attention(x_TE, o_TE, of_rows)
+            x_TE = layer.add_mlp(x_TE, None if tokens_LX is None else tokens_LX[i], of_rows)
         return self.ops.norm(x_TE, self._norm_E, self._recipe.eps)
 
     @torch.inference_mode()
@@ -163,12 +173,12 @@ class _Layer:
     """
 
     __slots__ = (
-        "_after_attention_E", "_after_mlp_E", "_dense", "_eps", "_experts", "_norm_heads", "_norm_mlp_E",
+        "_after_attention_E", "_after_mlp_E", "_dense", "_eps", "_experts", "_index", "_norm_heads", "_norm_mlp_E",
         "_norm_qkv_E", "_ops", "_out", "_qkv", "_shape",
     )  # fmt: skip
 
     def __init__(self, ops: Ops, recipe: Recipe, layer: int, taker: _Taker) -> None:
-        self._ops, self._eps, self._shape = ops, recipe.eps, recipe.shape
+        self._ops, self._eps, self._shape, self._index = ops, recipe.eps, recipe.shape, layer
         shape, name, take = recipe.shape, f"model.layers.{layer}.", taker.plain
         qkv = [(taker.rotated, "self_attn.q_proj"), (taker.rotated, "self_attn.k_proj"), (take, "self_attn.v_proj")]
         weights, biases = _parts([(how, name + part) for how, part in qkv], has_bias=shape.qkv_bias)
@@ -193,28 +203,43 @@ class _Layer:
             down = _linear(ops, take, name + "mlp.down_proj", has_bias=shape.mlp_bias)
             self._dense = ops.gated(weights, biases, recipe.activation), down
 
-    def qkv(self, x_TE: Tensor) -> Tensor:
-        qkv_TF = self._qkv(self._ops.norm(x_TE, self._norm_qkv_E, self._eps))
+    def qkv(self, x_TE: Tensor, adapters: RowAdapters | None) -> Tensor:
+        normed_TE = self._ops.norm(x_TE, self._norm_qkv_E, self._eps)
+        qkv_TF = self._qkv(normed_TE)
+        if adapters is not None:
+            adapters.add_to(qkv_TF, normed_TE, self._index, "qkv")
         if self._norm_heads is not None:
             num_heads, num_kv_heads = self._shape.num_heads, self._shape.num_kv_heads
             self._ops.norm_heads(qkv_TF, *self._norm_heads, num_heads, num_kv_heads, self._eps)
         return qkv_TF
 
-    def add_attention(self, x_TE: Tensor, o_TE: Tensor) -> Tensor:
-        if self._after_attention_E is None:
-            return self._out.add_to(x_TE, o_TE)
-        return x_TE.add_(self._ops.norm(self._out(o_TE), self._after_attention_E, self._eps))
+    def add_attention(self, x_TE: Tensor, o_TE: Tensor, adapters: RowAdapters | None) -> Tensor:
+        return self._add(x_TE, self._out, o_TE, self._after_attention_E, "out", adapters)
 
-    def add_mlp(self, x_TE: Tensor, tokens_X: Tensor | None) -> Tensor:
+    def add_mlp(self, x_TE: Tensor, tokens_X: Tensor | None, adapters: RowAdapters | None) -> Tensor:
         """`tokens_X` gains how many tokens each expert was given."""
         normed_TE = self._ops.norm(x_TE, self._norm_mlp_E, self._eps)
         if self._dense is None:
             assert self._experts is not None and tokens_X is not None
             return x_TE.add_(self._experts(normed_TE, tokens_X))
         gated, down = self._dense
-        if self._after_mlp_E is None:
-            return down.add_to(x_TE, gated(normed_TE))
-        return x_TE.add_(self._ops.norm(down(gated(normed_TE)), self._after_mlp_E, self._eps))
+        y_TI = gated(normed_TE) if adapters is None else adapters.gated(gated, normed_TE, self._index)
+        return self._add(x_TE, down, y_TI, self._after_mlp_E, "down", adapters)
+
+    def _add(
+        self,
+        x_TE: Tensor,
+        linear: Linear,
+        y_TK: Tensor,
+        after_E: Tensor | None,
+        place: Place,
+        adapters: RowAdapters | None,
+    ) -> Tensor:
+        """`x_TE` with the product of `y_TK`, whose norm is taken by `after_E` if that is there."""
+        sum_TE = linear.add_to(x_TE, y_TK) if after_E is None else linear(y_TK)
+        if adapters is not None:
+            adapters.add_to(sum_TE, y_TK, self._index, place)
+        return sum_TE if after_E is None else x_TE.add_(self._ops.norm(sum_TE, after_E, self._eps))
 
     @property
     def num_bytes(self) -> int:

@@ -39,16 +39,16 @@ class Speculation:
 class Acceptance:
     """How often one request's guesses were right, of late, with a hopeful prior: the first guess finds out.
 
-    The `_WINDOW` newest guesses or so count. Where they were wrong, the rate soon is too low to pay, and it stops
-    guessing. While it doesn't guess what it knows fades, by half each time that it has got `_REST` tokens, and as many
-    more for each time in a row that it failed: so it tries again, ever less often.
+    About the `_WINDOW` newest guesses count. Where they were wrong, the rate soon is too low to pay, and it stops
+    guessing. What it knows then fades by half after `_REST` tokens, again after twice, three times as many, until a
+    guess is right: so it tries again, ever less often.
     """
 
-    __slots__ = ("_judged_at", "_num_failures", "_right", "_tried")
+    __slots__ = ("_judged_at", "_num_rests", "_right", "_tried")
 
     def __init__(self) -> None:
         self._right = self._tried = 0.0  # guesses, the older ones counting less
-        self._num_failures = 0  # steps in a row whose first guess was wrong
+        self._num_rests = 0  # since a guess was right
         self._judged_at = 0  # outputs that it had when it guessed last, or forgot half
 
     def learn(self, num_drafts: int, num_right: int, num_outputs: int) -> None:
@@ -57,14 +57,16 @@ class Acceptance:
         kept = (1 - 1 / _WINDOW) ** num_tried
         self._right = kept * self._right + num_right
         self._tried = kept * self._tried + num_tried
-        self._num_failures = 0 if num_right else self._num_failures + 1
         self._judged_at = num_outputs
+        if num_right:
+            self._num_rests = 0
 
     def rate(self, num_outputs: int) -> float:
         """The chance that its next guess is right, as it has `num_outputs`."""
-        if num_outputs - self._judged_at >= _REST * (1 + self._num_failures):
+        if num_outputs - self._judged_at >= _REST * (1 + self._num_rests):
             self._right, self._tried = self._right / 2, self._tried / 2
             self._judged_at = num_outputs
+            self._num_rests += 1
         return (_PRIOR * _PRIOR_WEIGHT + self._right) / (_PRIOR_WEIGHT + self._tried)
 
 

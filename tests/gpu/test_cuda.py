@@ -13,7 +13,7 @@ from batchwright.policy.types import Scheduler
 from batchwright.serve.engine import Engine
 from batchwright.serve.outputs import Completion
 from batchwright.serve.params import SamplingParams
-from batchwright.serve.sampling import Row, sample
+from batchwright.serve.sampling import Row, Sampler
 from tests.serve.conftest import make_checkpoint  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.gpu
@@ -72,12 +72,25 @@ def test_bfloat16_logprobs_are_near_float32s(make_checkpoint: Callable[..., Path
         assert other.logprobs[0][1][0][1] == pytest.approx(one.logprobs[0][1][0][1], abs=0.1)
 
 
-def test_a_draw_depends_on_its_own_row_alone() -> None:
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {},
+        {"top_k": 50, "top_p": 0.9},
+        {"top_p": 0.99},
+        {"min_p": 0.01},
+        {"typical_p": 0.9},
+        {"repetition_penalty": 1.3},
+    ],
+    ids=str,
+)
+def test_a_draw_depends_on_its_own_row_alone(setting: dict[str, float]) -> None:
     """Bitwise, on the device: alone, and among 64 others."""
     logits_BV = torch.randn(64, 5000, generator=torch.Generator().manual_seed(0)).cuda()
-    rows = [
-        Row(SamplingParams(temperature=0.8, top_k=50, top_p=0.9, seed=index, logprobs=5), index) for index in range(64)
-    ]
-    together = sample(logits_BV, rows)
+    sampler, prompt = Sampler(5000, torch.device("cuda")), list(range(40))
+    params = [SamplingParams(temperature=0.8, seed=index, logprobs=5, **setting) for index in range(64)]
+    rows = [Row(sampler.add(one, prompt), prompt, len(prompt)) for one in params]
+    together = sampler.sample(logits_BV, rows)
 
-    assert together == [sample(logits_BV[index : index + 1], [rows[index]])[0] for index in range(64)]
+    assert together == [sampler.sample(logits_BV[index : index + 1], rows[index : index + 1])[0] for index in range(64)]
+    assert all(one.error is None for one in together)

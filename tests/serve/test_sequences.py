@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from batchwright.policy.types import Chunk
+from batchwright.serve.sampling import Sampler
 from batchwright.serve.sequences import Sequences
 from tests.serve.scripted import forced
 
@@ -22,7 +23,7 @@ def pointing_at(tokens: Sequence[int]) -> Tensor:
 
 def prompted(*prompts: Sequence[int]) -> Sequences:
     """Requests "0", "1" and so on."""
-    sequences = Sequences()
+    sequences = Sequences(Sampler(VOCABULARY, torch.device("cpu")))
     for index, prompt in enumerate(prompts):
         sequences.add(f"{index}", prompt, forced(9))
     return sequences

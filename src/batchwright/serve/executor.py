@@ -20,6 +20,7 @@ from batchwright.serve.attention import RowSpan, layout_order
 from batchwright.serve.kv import PagedKV
 from batchwright.serve.model import Decoder
 from batchwright.serve.params import SamplingParams
+from batchwright.serve.sampling import Sampler
 from batchwright.serve.sequences import Feed, RowResult, Sequences
 
 
@@ -78,7 +79,7 @@ class TorchExecutor:
         self._one_at_a_time = one_at_a_time
         self.kv = PagedKV(decoder.shape, memory, decoder.dtype, decoder.device)
         self.overlaps = decoder.device.type == "cuda"
-        self._sequences = Sequences()
+        self._sequences = Sequences(Sampler(decoder.shape.vocab, decoder.device))
         self._logits_RV = self._new_logits(0)  # memory that is always new costs more than the choice
 
     def add(self, request_id: str, tokens: Sequence[int], params: SamplingParams) -> None:

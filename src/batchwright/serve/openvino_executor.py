@@ -28,6 +28,7 @@ from batchwright.serve.attention import RowSpan
 from batchwright.serve.model import Take
 from batchwright.serve.params import SamplingParams
 from batchwright.serve.recipe import recipe_of
+from batchwright.serve.sampling import Sampler
 from batchwright.serve.sequences import Feed, RowResult, Sequences
 
 PAGE_SIZE = 32
@@ -211,7 +212,7 @@ class OpenVinoExecutor:
         self._last: OpenVinoPending | None = None
         self._decoder = decoder
         self.kv = OpenVinoPages(decoder, memory)
-        self._sequences = Sequences()
+        self._sequences = Sequences(Sampler(decoder.shape.vocab, decoder.device))
         self._request = decoder.compiled.create_infer_request()
         self.kv.bind(self._request)
 
@@ -244,7 +245,7 @@ class OpenVinoExecutor:
         """Run dummy rows. Raises what `OpenVinoPending.logits` raises; the next start then tries again."""
         size = self._decoder.shape_memory.unheard_of()
         rows = [RowSpan(0, 1, (self.kv.scratch,))] * size
-        self._begin(rows, Feed([[0]] * size, list(range(size)), [])).logits()
+        self._begin(rows, Feed(self._sequences.sampler, [[0]] * size, list(range(size)), [])).logits()
         self._decoder.shape_memory.is_sound = True
 
 

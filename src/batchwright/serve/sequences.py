@@ -12,7 +12,7 @@ from torch import Tensor
 
 from batchwright.policy.types import Chunk
 from batchwright.serve.params import SamplingParams
-from batchwright.serve.sampling import Row, Sampled, sample
+from batchwright.serve.sampling import Row, Sampled, Sampler, Slot
 
 _FILLER_TOKEN = 0
 
@@ -27,7 +27,7 @@ class RowResult(NamedTuple):
 class _Sequence(NamedTuple):
     request_id: str
     tokens: list[int]
-    params: SamplingParams
+    slot: Slot
 
 
 class Feed:
@@ -37,7 +37,10 @@ class Feed:
     the r-th chunk that samples stands, counted over the positions of all chunks.
     """
 
-    def __init__(self, tokens: list[list[int]], rows: list[int], sampling: list[tuple[_Sequence, int]]) -> None:
+    def __init__(
+        self, sampler: Sampler, tokens: list[list[int]], rows: list[int], sampling: list[tuple[_Sequence, int]]
+    ) -> None:
+        self._sampler = sampler
         self.tokens = tokens
         self.rows = rows
         self._sampling = sampling  # each with the number of tokens before the one it samples
@@ -49,9 +52,9 @@ class Feed:
 
     def sample(self, logits_RV: Tensor) -> list[RowResult]:
         """Choose a token for each of `rows`, from float32 logits in that order, and append it to its sequence."""
-        rows = [Row(sequence.params, end) for sequence, end in self._sampling]
+        rows = [Row(sequence.slot, sequence.tokens, end) for sequence, end in self._sampling]
         results = []
-        for (sequence, end), sampled in zip(self._sampling, sample(logits_RV, rows), strict=True):
+        for (sequence, end), sampled in zip(self._sampling, self._sampler.sample(logits_RV, rows), strict=True):
             # the request of a row in error has ended, but the step that was planned meanwhile still feeds something
             sequence.tokens[end:] = [_FILLER_TOKEN if sampled.error else sampled.token]
             results.append(RowResult(sequence.request_id, sampled))
@@ -59,14 +62,16 @@ class Feed:
 
 
 class Sequences:
-    """The requests that an executor may be asked to run."""
+    """The requests that an executor may be asked to run, and what chooses their tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
         self._sequences: dict[str, _Sequence] = {}
 
     def add(self, request_id: str, tokens: Sequence[int], params: SamplingParams) -> None:
         """`tokens` is the prompt."""
-        self._sequences[request_id] = _Sequence(request_id, list(tokens), params)
+        slot = self.sampler.add(params, tokens, params.stop_token_ids)
+        self._sequences[request_id] = _Sequence(request_id, list(tokens), slot)
 
     def remove(self, request_id: str) -> None:
         """Its tokens are no longer needed, but for feeds that were made already; unknown ids are ignored."""
@@ -89,4 +94,4 @@ class Sequences:
                     sampling.append((sequence, end))
             tokens.append(fed + [_FILLER_TOKEN] * chunk.padding)
             first += chunk.num_tokens + chunk.padding
-        return Feed(tokens, rows, sampling)
+        return Feed(self.sampler, tokens, rows, sampling)

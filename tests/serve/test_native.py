@@ -7,10 +7,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from random import Random
+from typing import Any, get_args
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -25,13 +29,15 @@ from batchwright.serve.engine import Engine
 from batchwright.serve.kernels import build, calls
 from batchwright.serve.kv import PagedKV
 from batchwright.serve.native import NativeOps
-from batchwright.serve.ops import Ops, TorchOps
+from batchwright.serve.ops import Activation, Ops, TorchOps
 from tests.serve.conftest import MakeCheckpoint
 from tests.serve.scripted import forced
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of values of size 1; one rounding to bfloat16 is 4e-3
+NORMED = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 PLAIN = ("-march=x86-64-v3", "-march=x86-64")
 
 pytestmark = pytest.mark.skipif(
@@ -83,8 +89,21 @@ def test_products_of_any_number_of_rows(num_rows: int, dtype: torch.dtype, targe
         assert close(pair[0].floats(x_MK), pair[1].floats(x_MK), dtype)
         assert pair[0].floats(x_MK).dtype == torch.float32
         biases = None if bias is None else [bias, bias]
-        gated = ours.gated([weight_NK, up_NK], biases), theirs.gated([weight_NK, up_NK], biases)
-        assert close(gated[0](x_MK), gated[1](x_MK), dtype)
+        for activation in ACTIVATIONS:
+            gated = [ops.gated([weight_NK, up_NK], biases, activation) for ops in (ours, theirs)]
+            assert close(gated[0](x_MK), gated[1](x_MK), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gates_of_any_size(activation: Activation, dtype: torch.dtype, target: str) -> None:
+    """Also where a power of e has no end: held against the formula in float64, through weights that change nothing."""
+    x_MK = torch.linspace(-12, 12, 64 * 64).view(64, 64).to(dtype)
+    x_MK[0, :6] = torch.tensor([-1e4, -300, -60, 60, 300, 1e4])
+    one_KK = torch.eye(64, dtype=dtype)
+    gate_MK = x_MK.double()
+    active_MK = F.silu(gate_MK) if activation == "silu" else F.gelu(gate_MK, approximate="tanh")
+    assert close(NativeOps().gated([one_KK, one_KK], None, activation)(x_MK), active_MK * gate_MK, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -118,6 +137,10 @@ def test_int8_products_are_those_of_the_same_integers(dtype: torch.dtype, target
     assert (ours - theirs).abs().max() < 2e-2  # a value halfway between two steps may go either way
     exact_MN = x_MK.float() @ weight_NK.float().T
     assert (ours - exact_MN).norm() < 0.02 * exact_MN.norm()
+    for activation in ACTIVATIONS:
+        gated = (ops("int8").gated([weight_NK, weight_NK], None, activation)(x_MK) for ops in (NativeOps, TorchOps))
+        mine, its = (y_MI.float() for y_MI in gated)
+        assert (mine - its).norm() < 0.01 * its.norm()
 
 
 @pytest.mark.parametrize("ops", [NativeOps("int8"), TorchOps("int8")], ids=["native", "torch"])
@@ -131,17 +154,35 @@ def test_int8_of_nothing_and_of_no_number(ops: Ops) -> None:
     assert y_MN[2:].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "weight_dtype"), NORMED)
 @pytest.mark.parametrize("width", [16, 40, 576])
-def test_norms(width: int, dtype: torch.dtype, target: str) -> None:
-    """Also of a width that fills no whole number of vectors."""
-    x_TE, weight_E = random(7, width, dtype=dtype), random(width, dtype=dtype, seed=1)
+def test_norms(width: int, dtype: torch.dtype, weight_dtype: torch.dtype, target: str) -> None:
+    """Of a width that fills no whole number of vectors too; rounded once, and to what is nearest in float64."""
+    x_TE, weight_E = random(7, width, dtype=dtype), random(width, dtype=weight_dtype, seed=1)
     ours, theirs = (ops.norm(x_TE, weight_E, 1e-5) for ops in (NativeOps(), TorchOps()))
+    assert ours.dtype == dtype
     assert close(ours, theirs, dtype)
+    exact_TE = F.rms_norm(x_TE.double(), (width,), weight_E.double(), 1e-5)
+    half_a_step = torch.finfo(dtype).eps / 2 if dtype == torch.bfloat16 else 1e-6
+    assert ((ours - exact_TE).abs() <= 1.001 * half_a_step * exact_TE.abs()).all()
 
 
-def plain(shape: ModelShape, freq_C: Tensor) -> list[LayerAttention]:
-    return [LayerAttention(shape.num_heads, shape.head_dim**-0.5, freq_C=freq_C)] * shape.num_layers
+@pytest.mark.parametrize(("dtype", "weight_dtype"), NORMED)
+@pytest.mark.parametrize("head_dim", [16, 40, 112])
+def test_norms_of_heads(head_dim: int, dtype: torch.dtype, weight_dtype: torch.dtype, target: str) -> None:
+    """Queries by one weight, keys by another, values as they were; a row gets the same bits alone."""
+    qkv_TF = random(9, 10 * head_dim, dtype=dtype)
+    q_D, k_D = (random(head_dim, dtype=weight_dtype, seed=seed) for seed in (1, 2))
+
+    def normed(ops: Ops, some_TF: Tensor) -> Tensor:
+        some_TF = some_TF.clone()
+        ops.norm_heads(some_TF, q_D, k_D, 6, 2, 1e-5)
+        return some_TF
+
+    ours = normed(NativeOps(), qkv_TF)
+    assert close(ours, normed(TorchOps(), qkv_TF), dtype)
+    assert torch.equal(ours[:, 8 * head_dim :], qkv_TF[:, 8 * head_dim :])
+    assert torch.equal(ours[3:4], normed(NativeOps(), qkv_TF[3:4]))
 
 
 def shape_of(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelShape:
@@ -166,31 +207,36 @@ def test_the_likeliest_token_of_each_row(width: int, target: str) -> None:
 SHAPE = shape_of(6, 2, 16)
 
 
+def doing(shape: ModelShape, **changes: Any) -> LayerAttention:
+    """What Llama's layers do, but for `changes`."""
+    freq_C = 1 / 100 ** torch.linspace(0, 1, shape.head_dim // 2)
+    return LayerAttention(shape.num_heads, shape.head_dim**-0.5, freq_C=freq_C)._replace(**changes)
+
+
 def attended(
-    ops: Ops, kv: PagedKV, shape: ModelShape, past: list[RowSpan], rows: Sequence[RowSpan], layer: int = 1
+    ops: Ops, kv: PagedKV, does: LayerAttention, past: Sequence[RowSpan], rows: Sequence[RowSpan], layer: int = 1
 ) -> Tensor:
     """o_TE' of `rows`, after the rows' pasts were stored by an earlier step."""
-    freq_C = 1 / 100 ** torch.linspace(0, 1, shape.head_dim // 2)
-    num_values = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    dtype, num_values = kv.pages_LPMSD.dtype, (does.num_heads + 2 * kv.num_heads) * kv.pages_LPMSD.shape[-1]
     if past:
-        ordered = [past[i] for i in layout_order(past)]
-        num_past = sum(row.num_positions for row in ordered)
-        ops.layout(ordered, kv, plain(shape, freq_C)).attend(
-            layer, random(num_past, num_values, dtype=kv.pages_LPMSD.dtype)
-        )
+        num_past = sum(row.num_positions for row in past)
+        ops.layout(past, kv, [does, does]).attend(layer, random(num_past, num_values, dtype=dtype))
     num_now = sum(row.num_positions for row in rows)
-    return ops.layout(rows, kv, plain(shape, freq_C)).attend(
-        layer, random(num_now, num_values, dtype=kv.pages_LPMSD.dtype, seed=1)
-    )
+    return ops.layout(rows, kv, [does, does]).attend(layer, random(num_now, num_values, dtype=dtype, seed=1))
+
+
+NUM_STORED = 1600  # positions, in pages of any size
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[int, list[RowSpan]]:
     """A page size, and rows with disjoint, shuffled tables."""
-    size, free = draw(st.sampled_from([2, 8, 16, 24, 32])), draw(st.permutations(range(160)))
+    size, starts = draw(st.sampled_from([2, 8, 16, 24, 32])), st.integers(0, 150) | st.integers(290, 390)
+    free = list(range(NUM_STORED // size))
+    Random(draw(st.integers(0, 99))).shuffle(free)
     rows = []
     for start, num_positions in draw(
-        st.lists(st.tuples(st.integers(0, 150), st.sampled_from([1, 1, 1, 2, 5, 40])), min_size=1, max_size=6)
+        st.lists(st.tuples(starts, st.sampled_from([1, 1, 1, 2, 5, 40])), min_size=1, max_size=6)
     ):
         num_pages = -(-(start + num_positions) // size)
         if num_pages <= len(free):
@@ -199,45 +245,113 @@ def steps(draw: st.DrawFn) -> tuple[int, list[RowSpan]]:
     return size, [rows[index] for index in layout_order(rows)]
 
 
-def worst(dtype: torch.dtype, shape: ModelShape, size: int, rows: list[RowSpan]) -> float:
+@st.composite
+def layers(draw: st.DrawFn) -> tuple[ModelShape, LayerAttention]:
+    """What a layer of some family might do."""
+    num_kv_heads, head_dim = draw(st.integers(1, 2)), draw(st.sampled_from([16, 64, 80, 96, 112, 128, 256]))
+    shape = shape_of(num_kv_heads * draw(st.sampled_from([1, 3, 4, 7, 8])), num_kv_heads, head_dim)
+    does = doing(
+        shape,
+        scale=head_dim**-0.5 * draw(st.sampled_from([1, 0.7])),
+        window=draw(st.sampled_from([None, 1, 7, 64, 65, 300])),
+        cap=draw(st.sampled_from([None, 0.5, 30.0, 1e4])),
+    )
+    return shape, does if draw(st.booleans()) else does._replace(freq_C=None)
+
+
+def worst(dtype: torch.dtype, shape: ModelShape, does: LayerAttention, size: int, rows: Sequence[RowSpan]) -> float:
     """The largest difference between the kernel and its twin; pages nobody wrote hold NaN."""
     past = [RowSpan(0, row.start, row.table) for row in rows if row.start]
+    past = [past[index] for index in layout_order(past)]
     outputs = []
     for ops in (NativeOps(), TorchOps()):
-        kv = PagedKV(shape, Memory(160, size, 4096), dtype, CPU)
+        kv = PagedKV(shape, Memory(NUM_STORED // size, size, 4096), dtype, CPU)
         kv.pages_LPMSD.fill_(torch.nan)
-        outputs.append(attended(ops, kv, shape, past, rows).float())
+        outputs.append(attended(ops, kv, does, past, rows).float())
     return float((outputs[0] - outputs[1]).abs().max())
 
 
 @settings(max_examples=60)
-@given(steps())
-def test_attention_over_any_pages(step: tuple[int, list[RowSpan]]) -> None:
+@given(steps(), layers())
+def test_attention_over_any_pages(step: tuple[int, list[RowSpan]], layer: tuple[ModelShape, LayerAttention]) -> None:
     """Any mix of decodes and chunks, pages of any even size in any order: within 1e-5 of the twin in float32."""
-    assert worst(torch.float32, SHAPE, *step) < 1e-5
-    assert worst(torch.bfloat16, SHAPE, *step) < 0.06
+    assert worst(torch.float32, *layer, *step) < 1e-5
+    assert worst(torch.bfloat16, *layer, *step) < 0.06
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (8, 1, 32), (4, 4, 128), (2, 2, 80)])
+@pytest.mark.parametrize(
+    "changes", [{}, {"window": 65, "cap": 0.5}, {"window": 7, "freq_C": None}, {"cap": 1e4}], ids=str
+)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (8, 1, 32), (4, 4, 128), (2, 2, 80), (7, 1, 256)]
+)
 def test_attention_of_other_shapes(
-    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, target: str
+    num_heads: int, num_kv_heads: int, head_dim: int, changes: dict[str, Any], dtype: torch.dtype, target: str
 ) -> None:
     """More queries to a head than meet its keys at once, one each, and heads that are no multiple of 64."""
     shape = shape_of(num_heads, num_kv_heads, head_dim)
     rows = [RowSpan(130, 1, tuple(range(9))), RowSpan(63, 1, (20, 22, 21, 23)), RowSpan(20, 30, (30, 33, 31, 32))]
-    assert worst(dtype, shape, 16, rows) < (1e-5 if dtype == torch.float32 else 0.06)
+    assert worst(dtype, shape, doing(shape, **changes), 16, rows) < (1e-5 if dtype == torch.float32 else 0.06)
+
+
+def test_a_window_of_a_thousand() -> None:
+    """That decodes have left behind, by one key too, and that a chunk grows out of."""
+    for start, num_positions in ((1400, 1), (1000, 1), (990, 40)):
+        row = RowSpan(start, num_positions, tuple(range(90, 0, -1)))
+        assert worst(torch.float32, SHAPE, doing(SHAPE, window=1000), 16, [row]) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cap_far_above_all_scores_loses_none_of_their_digits(dtype: torch.dtype) -> None:
+    """tanh is exact to a float's digits near zero too, where e^x - 1 would cancel."""
+    kv = PagedKV(SHAPE, Memory(20, 16, 4096), dtype, CPU)
+    past, rows = [RowSpan(0, 200, tuple(range(13)))], [RowSpan(200, 1, tuple(range(13)))]
+    plain, capped = (attended(NativeOps(), kv, doing(SHAPE, cap=cap), past, rows) for cap in (None, 1e6))
+    assert close(capped, plain, dtype)
+
+
+def test_layers_may_differ_in_all_that_they_do() -> None:
+    """Each of a step's layers has its own rotations, window and cap, also beyond the positions that were seen first."""
+    slow = doing(SHAPE, window=20, cap=2.0)
+    does = [slow, doing(SHAPE, freq_C=7 * slow.freq_C), doing(SHAPE, freq_C=None)]
+    ours = NativeOps()
+    for rows in ([RowSpan(0, 30, (1, 2))], [RowSpan(0, 90, (5, 6, 7, 8, 9, 10))]):
+        for layer in range(3):
+            qkv_TF = random(rows[0].num_positions, 160, dtype=torch.float32)
+            shape = replace(SHAPE, num_layers=3)
+            kvs = [PagedKV(shape, Memory(20, 16, 4096), torch.float32, CPU) for _ in range(2)]
+            mine, its = (
+                ops.layout(rows, kv, does).attend(layer, qkv_TF.clone())
+                for ops, kv in zip((ours, TorchOps()), kvs, strict=True)
+            )
+            assert close(mine, its, torch.float32)
+
+
+def test_what_a_window_has_left_a_span_behind_is_not_read() -> None:
+    """So its pages may hold anything; a position's output does not change by a bit."""
+    does, table = doing(SHAPE, window=64), tuple(range(13))
+
+    def output(unseen: float | None) -> Tensor:
+        kv = PagedKV(SHAPE, Memory(20, 16, 4096), torch.float32, CPU)
+        attended(NativeOps(), kv, does, [], [RowSpan(0, 200, table)])
+        if unseen is not None:
+            kv.pages_LPMSD[:, :8] = unseen  # position 200 sees 137 and up, and the span that this is in begins at 128
+        return attended(NativeOps(), kv, does, [], [RowSpan(200, 1, table)])
+
+    assert torch.equal(output(torch.nan), output(None))
 
 
 def test_rows_without_pages_harm_nobody() -> None:
     """Fillers read and write the scratch page, whatever is in it."""
     kv = PagedKV(SHAPE, Memory(160, 16, 4096), torch.float32, CPU)
     alive = RowSpan(6, 1, (3,))
-    alone = attended(NativeOps(), kv, SHAPE, [RowSpan(0, 6, (3,))], [alive])
+    does = doing(SHAPE)
+    alone = attended(NativeOps(), kv, does, [RowSpan(0, 6, (3,))], [alive])
     kv.pages_LPMSD[:, kv.scratch] = torch.nan
-    ops, freq_C = NativeOps(), 1 / 100 ** torch.linspace(0, 1, 8)
     qkv_TF = torch.cat([random(1, 160, dtype=torch.float32, seed=1), torch.randn(10, 160)])
-    beside = ops.layout([alive, RowSpan(30, 1, ()), RowSpan(0, 9, ())], kv, plain(SHAPE, freq_C)).attend(1, qkv_TF)
+    rows = [alive, RowSpan(30, 1, ()), RowSpan(0, 9, ())]
+    beside = NativeOps().layout(rows, kv, [does, does]).attend(1, qkv_TF)
     assert torch.equal(beside[0], alone[0])
 
 
@@ -253,20 +367,24 @@ def test_a_row_of_a_product_is_the_same_bits_in_any_company(dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_prompts_outputs_are_the_same_bits_however_it_is_cut(dtype: torch.dtype) -> None:
-    """At once, in chunks, token by token; also beside others."""
-    prompt = random(150, 160, dtype=dtype)
-    freq_C = 1 / 100 ** torch.linspace(0, 1, 8)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"window": 1}, {"window": 7}, {"window": 64}, {"window": 65, "cap": 0.5}, {"cap": 9.0, "freq_C": None}],
+    ids=str,
+)
+def test_a_prompts_outputs_are_the_same_bits_however_it_is_cut(changes: dict[str, Any], dtype: torch.dtype) -> None:
+    """At once, in chunks, token by token; also beside others, whose contexts may be longer."""
+    prompt, does = random(150, 160, dtype=dtype), doing(SHAPE, **changes)
 
     def run(sizes: Sequence[int], company: int = 0) -> Tensor:
         kv = PagedKV(SHAPE, Memory(160, 16, 4096), dtype, CPU)
         outputs, start = [], 0
         for part_TF in prompt.split(list(sizes)):
             rows = [RowSpan(start, len(part_TF), tuple(range(10)))]
-            rows += [RowSpan(0, 3, (20 + i,)) for i in range(company)]
+            rows += [RowSpan(70 * i, 3, tuple(range(20 + 20 * i, 40 + 20 * i))) for i in range(company)]
             beside_TF = random(3 * company, 160, dtype=dtype, seed=start)
             both_TF = torch.cat([part_TF, beside_TF])
-            outputs.append(NativeOps().layout(rows, kv, plain(SHAPE, freq_C)).attend(0, both_TF)[: len(part_TF)])
+            outputs.append(NativeOps().layout(rows, kv, [does]).attend(0, both_TF)[: len(part_TF)])
             start += len(part_TF)
         return torch.cat(outputs)
 
@@ -274,6 +392,27 @@ def test_a_prompts_outputs_are_the_same_bits_however_it_is_cut(dtype: torch.dtyp
     for sizes in ([1] * 150, [64, 64, 22], [17, 100, 33]):
         assert torch.equal(run(sizes), at_once)
     assert torch.equal(run([50, 100], company=5), at_once)
+    assert torch.equal(run([3] * 50, company=5), at_once)
+
+
+@pytest.mark.parametrize(
+    ("changes", "number"),
+    [
+        ({"head_dim": 24}, "24"),
+        ({"hidden": 98}, "98"),
+        ({"intermediate": 66}, "66"),
+        ({"num_experts": 4, "num_experts_per_token": 2, "moe_intermediate": 30}, "30"),
+    ],
+)
+def test_a_model_they_do_not_take_is_named_with_the_number(changes: dict[str, Any], number: str) -> None:
+    assert number in native.why_not(torch.float32, CPU, replace(SHAPE, **changes))
+
+
+def test_a_width_that_no_layer_has_is_no_obstacle() -> None:
+    """A config of experts may carry the width of a dense MLP that it does not use."""
+    sparse = replace(SHAPE, intermediate=66, num_experts=4, num_experts_per_token=2, moe_intermediate=32)
+    assert not native.why_not(torch.float32, CPU, sparse)
+    assert "66" in native.why_not(torch.float32, CPU, replace(sparse, dense_layers=frozenset({1})))
 
 
 def test_weights_load_onto_them_where_asked(make_checkpoint: MakeCheckpoint) -> None:

@@ -37,7 +37,7 @@ def why_not(dtype: torch.dtype, device: torch.device, shape: ModelShape | None =
         return f"they compute in bfloat16 or float32, and the dtype is {dtype}"
     if shape is not None and shape.head_dim % _LANES:
         return f"they take heads of a multiple of {_LANES} values, and this model's have {shape.head_dim}"
-    if shape is not None and (odd := [n for n in (shape.hidden, shape.intermediate) if n % WIDTH[torch.int8]]):
+    if shape is not None and (odd := [width for width in _input_widths(shape) if width % WIDTH[torch.int8]]):
         return f"they take layers of a multiple of {WIDTH[torch.int8]} values, and this model's have {odd[0]}"
     return built().why_not
 
@@ -159,6 +159,12 @@ class NativeLayout:
 
     def attend(self, layer: int, qkv_TF: Tensor) -> Tensor:
         return calls.attend(qkv_TF, self._step, self._rules[layer], self._kv.pages_LPMSD[layer])
+
+
+def _input_widths(shape: ModelShape) -> set[int]:
+    """What products take, but for attention's output, which is whole heads."""
+    experts = [shape.has_experts(layer) for layer in range(shape.num_layers)]
+    return {shape.hidden, *(shape.moe_intermediate if sparse else shape.intermediate for sparse in experts)}
 
 
 def _alternating(pair: Sequence[Tensor]) -> Tensor:

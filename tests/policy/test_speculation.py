@@ -245,7 +245,7 @@ def test_a_row_with_guesses_sits_out_and_the_others_go_on() -> None:
 
 
 def test_who_would_miss_a_step_for_less_than_a_token_does_not_guess() -> None:
-    """With a step in flight guesses cost the row its place in the next: one, of 0.9 tokens, is not worth that."""
+    """With a step in flight guesses cost the row its place in the next: one, of 0.7 tokens, is not worth that."""
     drive = guessing(guesses=lambda *_: (True,))
     drive.add(Request("a", 4, 20))
     drive.step()
@@ -343,11 +343,11 @@ def rate_after(*steps: tuple[int, int]) -> float:
 
 def test_a_request_s_rate_follows_what_became_of_its_guesses() -> None:
     """Hopeful at first; then what was seen; what was seen last counts most."""
-    assert rate_after() == pytest.approx(0.9)
-    assert rate_after((4, 0)) == pytest.approx(0.3)
+    assert rate_after() == pytest.approx(0.7)
+    assert rate_after((4, 0)) == pytest.approx(0.7 / 2)
     assert rate_after(*[(4, 4)] * 20) > 0.98
     assert rate_after(*[(1, 1), (1, 0)] * 50) == pytest.approx(0.5, abs=0.05)
-    assert rate_after(*[(4, 4)] * 50, *[(4, 0)] * 30) < 0.25
+    assert rate_after(*[(4, 4)] * 50, *[(4, 0)] * 60) < 0.25
 
 
 def test_guesses_behind_a_wrong_one_say_nothing() -> None:
@@ -366,14 +366,13 @@ def guesses_of_a_failure(num_rows: int, num_outputs: int) -> list[int]:
     return guessed
 
 
-@pytest.mark.parametrize(("num_rows", "most"), [(1, 180), (20, 20)])
-def test_a_request_whose_guesses_keep_failing_tries_again_ever_less_often(num_rows: int, most: int) -> None:
-    """Where a guess costs a twentieth of a step without rows: every rest before the next try is longer."""
+@pytest.mark.parametrize("num_rows", [1, 5, 20])
+def test_a_request_whose_guesses_keep_failing_tries_again_ever_less_often(num_rows: int) -> None:
+    """Where a guess costs a twentieth of a step without rows: for one token in twenty at most, then for fewer still."""
     guessed = guesses_of_a_failure(num_rows, num_outputs=5000)
-    rests = [later - sooner for sooner, later in itertools.pairwise(guessed) if later - sooner > 1]
-    assert len(guessed) <= most
-    assert len(rests) > 5
-    assert rests == sorted(set(rests))
+    first, last = (sum(start <= number < start + 1000 for number in guessed) for start in (0, 4000))
+    assert len(guessed) < 5000 / 20
+    assert 0 < last <= first / 2
 
 
 def test_a_request_whose_guesses_come_right_again_guesses_again() -> None:

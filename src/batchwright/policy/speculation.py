@@ -67,13 +67,12 @@ class Acceptance:
             self._right, self._tried = self._right / 2, self._tried / 2
             self._judged_at = num_outputs
             self._num_rests += 1
-        return (_PRIOR * _PRIOR_WEIGHT + self._right) / (_PRIOR_WEIGHT + self._tried)
+        return (_PRIOR + self._right) / (1 + self._tried)
 
 
-_WINDOW = 20
+_WINDOW = 40
 _REST = 16
-_PRIOR = 0.9
-_PRIOR_WEIGHT = 0.5  # guesses that it counts for
+_PRIOR = 0.7  # counts for one guess; so a new request tries where r R is below 0.7 / 0.3
 
 
 def allot(offers: Sequence[tuple[float, int]], num_rows: int, position_cost: float, *, must_skip: bool) -> list[int]:

@@ -181,7 +181,10 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModel, match="'mamba'; supported are llama, mistral3, smollm3, qwen2, qwen3, qwen3moe, gemma2, gemma3"):
+    with pytest.raises(
+        UnsupportedModel,
+        match="'mamba'; supported are llama, mistral3, smollm3, qwen2, qwen3, qwen3moe, gemma2, gemma3",
+    ):
         weights.load(tmp_path / "other.gguf")
 
 

@@ -22,8 +22,9 @@ from batchwright.policy.types import Scheduler
 from batchwright.serve import linear, native, weights
 from batchwright.serve.backend import Backend
 from batchwright.serve.engine import Engine, Policy
+from batchwright.serve.gguf_config import config_of_gguf
 from batchwright.serve.gguf_file import GgufFile
-from batchwright.serve.gguf_model import GgufSource, config_of_gguf
+from batchwright.serve.gguf_model import GgufSource
 from batchwright.serve.weights import LoadedModel
 from tests.serve.scripted import Job, WatchedExecutor, forced, workload64
 

@@ -23,8 +23,35 @@ INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """How names of files end that can run code when they are read."""
 
+_MOST = {
+    "num_experts": 1 << 16,
+    "num_local_experts": 1 << 16,
+    "head_dim": 1 << 16,
+    "hidden_size": 1 << 24,
+}
+"""More than this no model has; something is made for each of them before any tensor is looked at."""
+
 _STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _NUM_NAMED = 8  # of the files that are missing; the others are counted
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What config.json holds, once its sizes can be believed. Raises BrokenWeights."""
+    if not (folder / "config.json").is_file():
+        remedy = "point at the directory that holds config.json and the safetensors files"
+        raise BrokenWeights(f"loading {folder}", "there is no config.json in it", remedy)
+    config = read_json(folder / "config.json")
+    check_claims(config, folder)
+    return config
+
+
+def check_claims(config: Mapping[str, Any], path: Path) -> None:
+    """Raise BrokenWeights for sizes that no model has, so that a claim alone costs nothing."""
+    for key, most in _MOST.items():
+        value = config.get(key)
+        if isinstance(value, int) and value > most:
+            fact = f"its {key} is more than {most:,}, which no model has"
+            raise BrokenWeights(f"loading {path}", fact, "use the config that belongs to these weights")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -69,9 +69,15 @@ class GgufFile:
             raise BrokenWeights(f"reading {path}", fact, "the file is truncated: fetch it again")
         self._bytes = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
 
-    def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The named tensor dequantised in float32, rounded once to `dtype`, in a new buffer."""
+    def tensor(self, name: str, dtype: torch.dtype = torch.float32, part: int | None = None) -> Tensor:
+        """The named tensor dequantised in float32, rounded once to `dtype`, in a new buffer.
+
+        `part`: of a tensor of more than two dimensions, what lies there along the first of them.
+        """
         info = self.tensors[name]
+        if part is not None:
+            whole, shape = info, info.shape[1:]
+            info = TensorInfo(shape, whole.kind, whole.start + part * whole.num_bytes // whole.shape[0])
         blocks = self._bytes[info.start : info.start + info.num_bytes].view(-1, info.kind.bytes)
         values = torch.empty(len(blocks), info.kind.values, dtype=dtype)
         rows = _NUM_DECODED_AT_ONCE // info.kind.values
@@ -163,7 +169,7 @@ def _read_tensor_row(cursor: _Cursor, path: Path) -> tuple[str, tuple[int, ...],
         fact = f"tensor {name} has quantisation type {_UNSUPPORTED_KINDS.get(code, code)}; supported are {known}"
         raise UnsupportedModel(f"reading {path}", fact, "convert the file to one of these, or load safetensors")
     kind = _BLOCK_KINDS[code]
-    if not shape or shape[-1] % kind.values:
+    if not shape or not all(shape) or shape[-1] % kind.values:
         fact = f"tensor {name} has shape {list(shape)}, not whole {kind.name} blocks of {kind.values}"
         raise BrokenWeights(f"reading {path}", fact, "fetch the file again")
     return name, shape, kind, offset

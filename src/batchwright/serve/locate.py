@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from batchwright.errors import InputError, MissingDependency
-from batchwright.serve.checkpoint import read_json
+from batchwright.serve.checkpoint import read_config
 from batchwright.serve.hub import HubName, fetch
 from batchwright.serve.model import supported_shape
 
@@ -43,7 +43,7 @@ def locate(source: str | Path) -> Located:
     name = HubName.parse(str(source))
     if name is None:
         raise InputError(f"loading {source}", "there is no such file or directory", _REMEDY)
-    path = fetch(name, lambda folder: supported_shape(read_json(folder / "config.json")))
+    path = fetch(name, lambda folder: supported_shape(read_config(folder)))
     return Located(path, str(name))
 
 

@@ -10,18 +10,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from batchwright.errors import BrokenWeights, ConfigError, UnsupportedModel
+from batchwright.facts.shape import ModelShape
 from batchwright.policy.pages import Memory
 from batchwright.serve.backend import Backend, Quantization, Target, not_deterministic, ops_for, takes_openvino
-from batchwright.serve.checkpoint import SafetensorsSource, read_json
+from batchwright.serve.checkpoint import SafetensorsSource, check_claims, read_config, read_json
 from batchwright.serve.executor import Executor, TorchExecutor
+from batchwright.serve.experts import Source, unfused
+from batchwright.serve.gguf_config import config_of_gguf
 from batchwright.serve.gguf_file import GgufFile
-from batchwright.serve.gguf_model import GgufSource, config_of_gguf
+from batchwright.serve.gguf_model import GgufSource
 from batchwright.serve.gguf_tokenizer import from_gguf
 from batchwright.serve.locate import DEFAULT, Located, default_path, locate
 from batchwright.serve.model import Decoder, supported_shape, tensor_shapes
@@ -137,23 +140,9 @@ def _known_dtype(dtype: torch.dtype | str) -> torch.dtype:
     raise ConfigError(f"loading a model in {dtype}", f"supported are {names}", "choose one of these")
 
 
-class _Source(Protocol):
-    """Where weights come from, by Hugging Face name. `in_pair_order`: how query and key rows lie (see `rope`)."""
-
-    in_pair_order: bool
-    shapes: dict[str, tuple[int, ...]]
-
-    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The named tensor on the CPU."""
-        ...
-
-
 def _load_directory(found: Located, target: Target) -> LoadedModel:
     path = found.path
-    if not (path / "config.json").is_file():
-        remedy = "point at the directory that holds config.json and the safetensors files"
-        raise BrokenWeights(f"loading {path}", "there is no config.json in it", remedy)
-    config = read_json(path / "config.json")
+    config = read_config(path)
     supported_shape(config)
     with ExitStack() as open_files:
         decoder = _build(path, config, SafetensorsSource(path, open_files), target, None)
@@ -169,6 +158,7 @@ def _load_gguf(found: Located, target: Target) -> LoadedModel:
         raise UnsupportedModel(f"loading {path}", fact, "give safetensors or gguf only; pickles are never read")
     file = GgufFile(path)
     config = config_of_gguf(file)
+    check_claims(config, path)
     source = GgufSource(file, config)
     decoder = _build(path, config, source, target, source.scaled_frequencies())
     tokenizer, why = None, ""
@@ -176,7 +166,7 @@ def _load_gguf(found: Located, target: Target) -> LoadedModel:
         tokenizer = from_gguf(file.metadata)
     except UnsupportedModel as gap:
         why = str(gap)
-    ends = (file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot"))
+    ends = (file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
     eos_ids = tuple(dict.fromkeys(i for i in ends if isinstance(i, int)))
     return LoadedModel(found.name, decoder, tokenizer, why, eos_ids, config)
 
@@ -184,22 +174,13 @@ def _load_gguf(found: Located, target: Target) -> LoadedModel:
 def _build(
     path: Path,
     config: Mapping[str, Any],
-    source: _Source,
+    source: Source,
     target: Target,
     freq_C: Tensor | None,
 ) -> Decoder | OpenVinoDecoder:
     """The decoder that `config` describes; what the source lacks, or has in another shape, is an error beforehand."""
     sizes = supported_shape(config)
-    if sizes.num_layers > len(source.shapes):  # before anything is made for each layer
-        fact = f"its config claims {sizes.num_layers:,} layers but its files hold {len(source.shapes):,} tensors in all"
-        raise BrokenWeights(f"loading {path}", fact, "use the config that belongs to these weights")
-    for name, shape in tensor_shapes(sizes).items():
-        if name not in source.shapes:
-            fact = f"tensor {name} is missing, which the config calls for"
-            raise BrokenWeights(f"loading {path}", fact, "fetch the weights again, or correct config.json")
-        if source.shapes[name] != shape:
-            fact = f"tensor {name} has shape {list(source.shapes[name])} but the config implies {list(shape)}"
-            raise BrokenWeights(f"loading {path}", fact, "use the config.json that belongs to these weights")
+    source = _complete(path, source, sizes)
 
     def take(name: str) -> Tensor:
         tensor = source.tensor(name, target.dtype)
@@ -208,11 +189,35 @@ def _build(
         return tensor.to(target.device)
 
     in_pair_order = source.in_pair_order
-    if takes_openvino(target):
+    if takes_openvino(target, config):
         return OpenVinoDecoder(
             config, take, freq_C, dtype=target.dtype, in_pair_order=in_pair_order, quantization=target.quantization
         )
     return Decoder(config, take, freq_C, in_pair_order=in_pair_order, ops=ops_for(target, sizes))
+
+
+def _complete(path: Path, source: Source, sizes: ModelShape) -> Source:
+    """The source with a tensor per expert, once it is seen to hold every tensor, each of its shape."""
+    num_tensors = len(source.shapes)
+    if sizes.num_layers > num_tensors:  # before anything is made for each layer
+        raise _claimed(path, f"{sizes.num_layers:,} layers", num_tensors)
+    source = unfused(source, sizes)
+    num_experts = sizes.num_experts * sum(map(sizes.has_experts, range(sizes.num_layers)))
+    if num_experts > len(source.shapes):
+        raise _claimed(path, f"{num_experts:,} experts in its layers", num_tensors)
+    for name, shape in tensor_shapes(sizes).items():
+        if name not in source.shapes:
+            fact = f"tensor {name} is missing, which the config calls for"
+            raise BrokenWeights(f"loading {path}", fact, "fetch the weights again, or correct config.json")
+        if source.shapes[name] != shape:
+            fact = f"tensor {name} has shape {list(source.shapes[name])} but the config implies {list(shape)}"
+            raise BrokenWeights(f"loading {path}", fact, "use the config.json that belongs to these weights")
+    return source
+
+
+def _claimed(path: Path, what: str, num_tensors: int) -> BrokenWeights:
+    fact = f"its config claims {what} but its files hold {num_tensors:,} tensors in all"
+    return BrokenWeights(f"loading {path}", fact, "use the config that belongs to these weights")
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -13,6 +13,7 @@ from batchwright.policy.continuous import Continuous, ContinuousSettings
 from batchwright.policy.dynamic import DynamicSettings, dynamic
 from batchwright.policy.order import Queueing, by_arrival
 from batchwright.policy.pages import Memory
+from batchwright.policy.speculation import Speculation
 from batchwright.policy.static import one_by_one, static
 from batchwright.policy.types import Request, Scheduler, StepPlan
 
@@ -174,14 +175,21 @@ def test_a_delay_wakes_the_driver_though_nothing_happens() -> None:
     assert [step.reason for step in done.steps] == ["deadline", "flush"]
 
 
-def test_what_is_cached_of_a_prompt_is_not_computed_again() -> None:
-    """Two prompts of one trace block: the second finds the first's full pages; what lies beyond is its own."""
+@pytest.mark.parametrize("later", [9.0, 0.0])
+def test_what_is_cached_of_a_prompt_is_not_computed_again(later: float) -> None:
+    """Two prompts of one trace block, be it at once: the second finds the first's full pages, and computes its own."""
     load = [
         traffic.TrafficRequest("a", 0.0, 40, 2, keys=("shared", "a"), key_block=32),
-        traffic.TrafficRequest("b", 9.0, 40, 2, keys=("shared", "b"), key_block=32),
+        traffic.TrafficRequest("b", later, 40, 2, keys=("shared", "b"), key_block=32),
     ]
     done: Simulation = simulate(Continuous(MEMORY), arrivals(load, MEMORY.page_size), one_second)
     assert [record.num_cached for record in done.requests] == [0, 32]
+
+
+def test_a_policy_that_may_guess_and_is_offered_nothing_runs_as_if_it_might_not() -> None:
+    """No simulated machine has guesses."""
+    speculating = Continuous(MEMORY, ContinuousSettings(speculation=Speculation()))
+    assert simulate(speculating, poisson_load(), by_work) == simulate(Continuous(MEMORY), poisson_load(), by_work)
 
 
 def test_no_requests_are_no_run() -> None:

@@ -33,6 +33,7 @@ LLAMA3_ROPE: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "multi-query": {"num_key_value_heads": 1},
@@ -40,6 +41,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
     "wide-heads": {"head_dim": 24},
     "llama3-rope": {"rope_parameters": LLAMA3_ROPE, "head_dim": 32},
+    "yarn-rope": {"rope_parameters": YARN_ROPE},
     "biases": {"attention_bias": True, "mlp_bias": True},
 }
 

@@ -9,12 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from batchwright.errors import BrokenWeights, UnsupportedModel
+from batchwright.errors import UnsupportedModel
 from batchwright.serve import linear, weights
 from batchwright.serve.linear import TorchLinear
 from batchwright.serve.model import Decoder, supported_shape
-from batchwright.serve.rope import frequencies
-from tests.serve.conftest import LLAMA3_ROPE, TINY, VARIANTS, DenseCache, MakeCheckpoint
+from tests.serve.conftest import TINY, VARIANTS, DenseCache, MakeCheckpoint
 
 TOKENS_T = torch.randint(0, TINY["vocab_size"], (150,), generator=torch.Generator().manual_seed(1))
 
@@ -112,13 +111,6 @@ def test_without_the_packing_operators_it_falls_back(
     assert (plain_TV - packed_TV).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("scaling", [{"rope_scaling": LLAMA3_ROPE}, {"rope_parameters": LLAMA3_ROPE}])
-def test_both_spellings_of_rope_settings_are_read(scaling: dict[str, Any]) -> None:
-    """Configs from before transformers 5 keep the base outside the scaling."""
-    freq_C = frequencies({"rope_theta": 500_000.0} | scaling, 32)
-    assert torch.equal(freq_C, frequencies({"rope_parameters": LLAMA3_ROPE}, 32))
-
-
 @pytest.mark.parametrize(
     ("changes", "fact"),
     [
@@ -134,26 +126,3 @@ def test_what_it_would_compute_wrongly_is_refused(changes: dict[str, Any], fact:
     """A config that asks for another computation is an error that names what is supported."""
     with pytest.raises(UnsupportedModel, match=fact):
         supported_shape({"model_type": "llama", **TINY} | changes)
-
-
-@pytest.mark.parametrize("settings", [{"rope_type": "yarn"}, {"rope_type": "llama3", "factor": 8.0}])
-def test_unknown_or_incomplete_rope_settings_are_refused(settings: dict[str, Any]) -> None:
-    """A rotary scaling that we do not compute is an error, not the default."""
-    with pytest.raises(UnsupportedModel, match="rotary positions"):
-        frequencies({"rope_parameters": settings}, 32)
-
-
-@pytest.mark.parametrize(
-    "changes", [{"factor": 0}, {"factor": "x"}, {"factor": -1.0}, {"low_freq_factor": 4.0, "high_freq_factor": "4"}]
-)
-def test_a_llama_3_scaling_that_makes_every_answer_nan_is_refused(changes: dict[str, Any]) -> None:
-    """Factor 0 divides slow frequencies to infinity."""
-    with pytest.raises(BrokenWeights, match="factor is"):
-        frequencies({"rope_parameters": LLAMA3_ROPE | changes}, 32)
-
-
-def test_a_base_so_small_that_frequencies_are_infinite_is_refused() -> None:
-    """Each setting is a positive number, and still their quotient is not finite in 32 bits."""
-    tiny = dict.fromkeys(("factor", "rope_theta", "original_max_position_embeddings"), 1e-37)
-    with pytest.raises(BrokenWeights, match="infinite"):
-        frequencies({"rope_parameters": LLAMA3_ROPE | tiny}, 32)

@@ -1,5 +1,6 @@
 """OpenVINO carries out our plans over our pages: logits are transformers', within 1e-4, however the work is cut up."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from batchwright.errors import ConfigError, MissingDependency
+from batchwright.errors import ConfigError, MissingDependency, UnsupportedModel
 from batchwright.policy.pages import Memory
 from batchwright.policy.static import static
 from batchwright.policy.types import Chunk, StepPlan
@@ -406,12 +407,14 @@ def test_auto_takes_it_where_our_kernels_are_not_the_faster_ones(
     assert isinstance(weights.load(path, torch.float32).decoder, OpenVinoDecoder)
     assert isinstance(weights.load(path, torch.float32, backend="torch").decoder, Decoder)
     assert isinstance(weights.load(path, torch.float32, deterministic=True).decoder, Decoder)
+    windowed = rewritten(make_checkpoint("windowed"), model_type="mistral", sliding_window=8)
+    assert isinstance(weights.load(windowed, torch.float32).decoder, Decoder)
     monkeypatch.setattr(openvino_executor, "runs_here", lambda dtype: False)
     assert isinstance(weights.load(path, torch.float32).decoder, Decoder)
 
 
 def test_what_it_cannot_do_is_refused_with_what_can_be_done(make_checkpoint: MakeCheckpoint) -> None:
-    """Other pages, another device, equal bits in any company, bfloat16 on a CPU without it."""
+    """Other pages, another device, equal bits in any company, bfloat16 on a CPU without it, what Llama does not do."""
     with pytest.raises(ConfigError, match="pages of 16 tokens on OpenVINO: its pages hold 32; use Memory"):
         OpenVinoExecutor(compiled(), Memory(20, 16, 512))
     with pytest.raises(ConfigError, match=r'being deterministic.*use backend="native"'):
@@ -422,8 +425,27 @@ def test_what_it_cannot_do_is_refused_with_what_can_be_done(make_checkpoint: Mak
     assert Engine(model).memory.page_size == PAGE_SIZE
     with pytest.raises(ConfigError, match=r'the device is meta; use device="cpu"'):
         weights.load(make_checkpoint(), backend="openvino", device="meta")
+    windowed = rewritten(make_checkpoint("windowed"), model_type="mistral", sliding_window=8)
+    with pytest.raises(UnsupportedModel, match=r'a mistral model like this one does more; use backend="native"'):
+        weights.load(windowed, backend="openvino")
     with pytest.raises(ConfigError, match="no bfloat16 products"):
         openvino_executor.check_precision(Pretended(), torch.bfloat16)
+
+
+def rewritten(path: Path, **changes: Any) -> Path:
+    """The checkpoint, with another config."""
+    config = path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    return path
+
+
+def test_relatives_that_do_no_more_than_llama_run_too(make_checkpoint: MakeCheckpoint) -> None:
+    """A Mistral without windows is one."""
+    path = rewritten(make_checkpoint(), model_type="mistral", sliding_window=None)
+    prompts, limits = [tokens_of(seed, 40) for seed in range(3)], [forced(12)] * 3
+    expected = [one.tokens for one in Engine(path, dtype=torch.float32, backend="torch").generate(prompts, limits)]
+    found = Engine(path, dtype=torch.float32, backend="openvino").generate(prompts, limits)
+    assert [one.tokens for one in found] == expected
 
 
 class Pretended:

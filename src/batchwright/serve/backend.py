@@ -4,8 +4,9 @@
 and torch's operators elsewhere. OpenVINO compiles a decoder as a whole (`openvino_executor`) and has no operators here.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -13,6 +14,7 @@ from batchwright.errors import ConfigError
 from batchwright.facts.shape import ModelShape
 from batchwright.serve import native, openvino_executor
 from batchwright.serve.ops import Ops, TorchOps
+from batchwright.serve.recipe import recipe_of
 
 Backend = Literal["auto", "native", "torch", "openvino"]
 Quantization = Literal["int8"]
@@ -54,13 +56,14 @@ def not_deterministic() -> ConfigError:
     return ConfigError('being deterministic with backend "openvino"', fact, 'use backend="native"')
 
 
-def takes_openvino(target: Target) -> bool:
-    """Whether OpenVINO runs the model: where it is asked for, or nothing faster can be had on this CPU."""
+def takes_openvino(target: Target, config: Mapping[str, Any]) -> bool:
+    """Whether OpenVINO runs the model: where it is asked for, or can and nothing faster can be had on this CPU."""
     if target.backend != "auto":
         return target.backend == "openvino"
     is_plain_cpu = target.device.type == "cpu" and not target.deterministic
     has_kernels = native.is_faster(target.dtype) and not native.why_not(target.dtype, target.device)
-    return is_plain_cpu and not has_kernels and openvino_executor.runs_here(target.dtype)
+    is_wanted = is_plain_cpu and not has_kernels and recipe_of(config).is_plain
+    return is_wanted and openvino_executor.runs_here(target.dtype)
 
 
 def ops_for(target: Target, shape: ModelShape) -> Ops:

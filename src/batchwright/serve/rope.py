@@ -70,7 +70,8 @@ def rotation(
     settings = _settings(config, layer_type)
     kind = settings.get("rope_type", settings.get("type", "default"))
     partial = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if kind not in _SCALED or partial not in (None, 1):
+    scaled = _SCALED.get(kind) if isinstance(kind, str) else None
+    if scaled is None or partial not in (None, 1):
         known = ", ".join(_SCALED)
         fact = f"its config asks for {dict(settings)}; supported are the types {known}, over whole heads"
         raise UnsupportedModel("building rotary positions", fact, "use a model with one of these")
@@ -78,7 +79,7 @@ def rotation(
     bases = (settings.get("rope_theta"), config.get(key), default_base)
     base = positive(key, next(base for base in bases if base is not None))
     freq_C = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    return _finite(_SCALED[kind](freq_C, _Asked(config, settings, base)), settings)
+    return _finite(scaled(freq_C, _Asked(config, settings, base)), settings)
 
 
 def frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
@@ -133,6 +134,9 @@ def _yarn(freq_C: Tensor, asked: _Asked) -> Rotation:
     divided are mixed, linearly in the number of the pair.
     """
     factor = asked.number("factor")
+    if asked.base <= 1:
+        fact = f"its rope_theta is {asked.base}, with which no pair turns more slowly than another"
+        raise BrokenWeights("building rotary positions", fact, "correct the config's rope settings")
     ends = [_pair_that_turns(asked.optional(*beta), len(freq_C), asked) for beta in _BETAS]
     if asked.settings.get("truncate", True):
         ends = [math.floor(ends[0]), math.ceil(ends[1])]

@@ -26,18 +26,15 @@ _LARGEST_GAP = (NUM_WEIGHT_BITS + 1) * math.log(2)  # of scores below the highes
 
 
 class Limits(NamedTuple):
-    """What each row asks for; `OFF` is what asks for nothing.
-
-    `cut`: what is cut at the end weighs at most this share of the whole, 1 - top_p.
-    """
+    """What each row asks for, in float64; `OFF` asks for nothing."""
 
     top_k_R: Tensor
-    cut_R: Tensor
+    top_p_R: Tensor
     min_p_R: Tensor
     typical_p_R: Tensor
 
 
-OFF = (math.inf, -math.inf, 0.0, 1.0)
+OFF = (math.inf, math.inf, 0.0, 1.0)
 
 
 def whole(scores_RV: Tensor, room_RV: Tensor) -> Tensor:
@@ -81,9 +78,8 @@ def _filtered(scores_RC: Tensor, whole_R: Tensor, limits: Limits, *, is_all: boo
 
     kept_RC = weight_RC * (scores_RC >= kth_R1)
     whole_R1 = torch.where(is_cut_R1, kept_RC.sum(-1, keepdim=True), whole_R[:, None])
-    tail_RC = whole_R1 - kept_RC.cumsum(-1) + kept_RC
-    inside_RC = (tail_RC / whole_R1).float() > limits.cut_R[:, None]
-    inside_RC[:, 0] = True
+    before_RC = kept_RC.cumsum(-1) - kept_RC
+    inside_RC = before_RC / whole_R1 < limits.top_p_R[:, None]
     kept_RC *= inside_RC & (kept_RC >= limits.min_p_R[:, None] * 2.0**NUM_WEIGHT_BITS)
 
     lowest_R = entries(scores_RC, (kept_RC > 0).sum(-1) - 1)
@@ -106,7 +102,7 @@ def _typical(weight_RC: Tensor, scores_RC: Tensor, typical_p_R: Tensor) -> Tenso
     mean_R1 = (weight_RC * gap_RC).round_().sum(-1, keepdim=True) / whole_R1  # exact sums: gap * exp(-gap) < 1
     nearness_RC = torch.where(weight_RC > 0, -(gap_RC - mean_R1).abs(), -math.inf).float()
     place_RC = ranked(nearness_RC, nearness_RC.shape[1])
-    reached_RC = (weight_RC.gather(1, place_RC).cumsum(-1) / whole_R1).float()
+    reached_RC = weight_RC.gather(1, place_RC).cumsum(-1) / whole_R1
     num_before_R = (reached_RC < typical_p_R[:, None]).sum(-1).clamp_(max=nearness_RC.shape[1] - 1)
     edge_R = entries(nearness_RC, entries(place_RC, num_before_R))
     return weight_RC * ((nearness_RC >= edge_R[:, None]) | ~is_asked_R[:, None])

@@ -109,7 +109,7 @@ class Sampler:
         self._device = device
         self._free: list[int] = []
         self._num_slots = 0
-        self._settings_SP = torch.empty(0, _NUM_SETTINGS, device=device)
+        self._settings_SP = torch.empty(0, _NUM_SETTINGS, dtype=torch.float64, device=device)
         self._streams_S = torch.empty(0, dtype=torch.int64, device=device)
         self._room_2RV = torch.empty(2, 0, 0, device=device)  # memory that is always new costs more than what it is for
 
@@ -124,7 +124,7 @@ class Sampler:
         weakref.finalize(slot, self._free.append, slot.index).atexit = False
         rate = min(1 / max(params.temperature, _SMALLEST), 1 / _SMALLEST)
         settings = (max(rate, _SMALLEST), *limits)
-        self._settings_SP[slot.index] = torch.tensor(settings, device=self._device)
+        self._settings_SP[slot.index] = torch.tensor(settings, dtype=torch.float64, device=self._device)
         self._streams_S[slot.index] = streams([params.seed or 0])[0]
         return slot
 
@@ -227,7 +227,7 @@ class Sampler:
             torch.sub(logits_BV, peak_B[:, None], out=inside_RV)
         else:
             torch.sub(logits_BV[row_R], peak_B[row_R, None], out=inside_RV)
-        inside_RV *= rate_R[:, None]
+        inside_RV *= rate_R.float()[:, None]
         return scores_RV, room_RV
 
     def _score(self, logits_BV: Tensor, rows: Sequence[Row], sampled: list[Sampled]) -> None:
@@ -248,10 +248,10 @@ class Sampler:
 
 def _limits(params: SamplingParams, num_vocab: int) -> tuple[float, ...]:
     """In the order of `Limits`."""
-    top_k, cut, _, _ = OFF
+    top_k, top_p, _, _ = OFF
     return (
         float(params.top_k) if 0 < params.top_k < num_vocab else top_k,
-        1 - params.top_p if params.top_p < 1 else cut,
+        params.top_p if params.top_p < 1 else top_p,
         params.min_p,
         params.typical_p,
     )

@@ -10,8 +10,16 @@ from torch import Tensor
 
 from batchwright.facts.shape import ModelShape
 from batchwright.policy.pages import Memory
-from batchwright.serve.attention import LayerAttention, RowSpan, StepLayout, layout_order, reference_attention
+from batchwright.serve.attention import (
+    LayerAttention,
+    RowSpan,
+    StepLayout,
+    layout_order,
+    reference_attention,
+    rotated,
+)
 from batchwright.serve.kv import PagedKV, slots
+from batchwright.serve.rope import rotations
 from tests.serve.scripted import tiny
 
 NUM_PAGES, PAGE_SIZE = 64, 4
@@ -95,11 +103,62 @@ def test_any_mix_of_rows_attends_as_each_would_alone(rows: list[RowSpan]) -> Non
     assert worst(rows) < 1e-5
 
 
+rules = st.builds(
+    LayerAttention,
+    num_heads=st.just(6),
+    scale=st.floats(0.05, 2),
+    window=st.none() | st.integers(1, 70),
+    cap=st.none() | st.floats(0.5, 5),
+    freq_C=st.none(),
+)
+
+
+@settings(max_examples=200)
+@given(steps(), rules)
+def test_any_window_cap_and_scale_does_what_it_says(rows: list[RowSpan], does: LayerAttention) -> None:
+    """The same, whatever a layer's attention does; contexts within the window, about it, and far beyond."""
+    assert worst(rows, does=does) < 1e-5
+
+
 @settings(max_examples=20)
 @given(steps())
 def test_bfloat16_attends_nearly_the_same(rows: list[RowSpan]) -> None:
     """Scores are summed in float32 and only weights and outputs rounded: within 0.05 of values of size 1."""
     assert worst(rows, dtype=torch.bfloat16) < 0.05
+
+
+@settings(max_examples=20)
+@given(steps(), st.integers(1, 70), st.floats(1, 5))
+def test_bfloat16_attends_nearly_the_same_in_windows_under_caps(rows: list[RowSpan], window: int, cap: float) -> None:
+    """Also where torch's fused attention cannot be taken."""
+    assert worst(rows, dtype=torch.bfloat16, does=PLAIN._replace(window=window, cap=cap)) < 0.05
+
+
+@pytest.mark.parametrize("row", [RowSpan(58, 1, tuple(range(15))), RowSpan(50, 9, tuple(range(15)))])
+def test_pages_that_lie_before_the_window_are_not_read(row: RowSpan) -> None:
+    """Decodes and chunks gather from the first page that any of their positions sees."""
+    pages, does = Pages(), PLAIN._replace(window=6)
+    pages.past(row, 0)
+    qkv = [random(row.num_positions, heads, shape().head_dim) for heads in (6, 2, 2)]
+    expected = attended([row], pages.kv, 0, does, *qkv)
+    first_seen = (row.start - 5) // PAGE_SIZE
+    pages.kv.pages_LPMSD[0, :first_seen] = torch.nan
+    assert torch.equal(attended([row], pages.kv, 0, does, *qkv), expected)
+    assert attended([row], pages.kv, 0, PLAIN._replace(window=20), *qkv).isnan().any()
+
+
+def test_layers_of_one_step_may_differ() -> None:
+    """Each layer attends and rotates by its own rule, over the same rows."""
+    freq_C = torch.linspace(1, 0.01, shape().head_dim // 2)
+    layers = [PLAIN._replace(window=3), PLAIN._replace(freq_C=freq_C), PLAIN._replace(freq_C=freq_C / 2, cap=1.0)]
+    rows = [RowSpan(0, 20, tuple(range(5)))]
+    q_THD, k_TKD, v_TKD = (random(20, heads, shape().head_dim) for heads in (6, 2, 2))
+    layout = StepLayout(rows, Pages().kv, layers)
+    for layer, does in enumerate(layers):
+        turn_T1C = None if does.freq_C is None else rotations(torch.arange(20), does.freq_C)
+        qkv_TF = torch.cat([part.flatten(1) for part in (q_THD, k_TKD, v_TKD)], 1)
+        expected = reference_attention(*rotated(qkv_TF.clone(), turn_T1C, 6, 2), 0, does)
+        torch.testing.assert_close(layout.attend(layer, qkv_TF), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("layer", range(3))

@@ -1,7 +1,6 @@
 """Every family computes what transformers computes, however requests are cut, mixed, shared and begun anew."""
 
 import random
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
@@ -19,14 +18,14 @@ from batchwright.facts import families as facts
 from batchwright.facts import shape
 from batchwright.facts.shape import ModelShape
 from batchwright.policy.pages import Memory
-from batchwright.serve import native, recipe
+from batchwright.serve import native, recipe, weights
 from batchwright.serve.attention import RowSpan, layout_order
+from batchwright.serve.backend import Backend
 from batchwright.serve.checkpoint import SafetensorsSource
 from batchwright.serve.experts import Experts, unfused
 from batchwright.serve.kv import PagedKV
 from batchwright.serve.model import Decoder, supported_shape, tensor_shapes
 from batchwright.serve.native import NativeOps
-from batchwright.serve.ops import Ops, TorchOps
 from batchwright.serve.recipe import recipe_of
 from tests.serve.conftest import DenseCache
 from tests.serve.families import NUM_VOCAB, TINY_FAMILIES, reference_logits, tiny_model
@@ -74,8 +73,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for fami
 LENGTHS = (70, 41, 25)  # far beyond windows of 8, and beyond original contexts of 32
 TOLERANCE = 1e-4
 
-OPS: dict[str, Callable[[], Ops]] = {"torch": TorchOps, "native": NativeOps}
-
 
 class Case(NamedTuple):
     """A model as transformers saved it, and what it gives after each token of three prompts."""
@@ -101,13 +98,18 @@ def case(variant: str, *, fused: bool = False) -> Case:
     return Case(folder, model.config.to_dict(), prompts, [reference_logits(model, one) for one in prompts])
 
 
-def decoder_of(variant: str, ops: Ops | None = None, *, fused: bool = False, **changes: Any) -> Decoder:
+def decoder_of(variant: str, **changes: Any) -> Decoder:
     """The saved model as we run it; `changes` to its config."""
-    found = case(variant, fused=fused)
-    config = found.config | changes
+    found = case(variant)
     with ExitStack() as files:
-        source = unfused(SafetensorsSource(found.folder, files), supported_shape(config))
-        return Decoder(config, lambda name: source.tensor(name, torch.float32), ops=ops)
+        source = SafetensorsSource(found.folder, files)
+        return Decoder(found.config | changes, lambda name: source.tensor(name, torch.float32))
+
+
+def loaded(variant: str, backend: Backend = "torch", *, fused: bool = False) -> Decoder:
+    decoder = weights.load(case(variant, fused=fused).folder, torch.float32, backend=backend).decoder
+    assert isinstance(decoder, Decoder)
+    return decoder
 
 
 def at_once(decoder: Decoder, tokens_T: Tensor) -> Tensor:
@@ -171,14 +173,14 @@ class Pool:
 
 
 @pytest.mark.parametrize("page_size", [2, 8, 16])
-@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("backend", ["torch", "native"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_family_computes_what_transformers_does(variant: str, ops: str, page_size: int) -> None:
+def test_every_family_computes_what_transformers_does(variant: str, backend: Backend, page_size: int) -> None:
     """Requests mixed, one preempted and recomputed, one with another's first pages: each logit within 1e-4."""
-    if ops == "native" and (why := native.why_not(torch.float32, torch.device("cpu"), shape_of(variant))):
-        pytest.skip(why)
+    if backend == "native":
+        needs_kernels(variant)
     found = case(variant)
-    pool = Pool(decoder_of(variant, OPS[ops]()), found.prompts, page_size)
+    pool = Pool(loaded(variant, backend), found.prompts, page_size)
     pool.run([0, 1], seed=page_size, until=37)
     pool.evict(1)
     pool.run([0, 1, 2], seed=page_size + 1)
@@ -191,6 +193,11 @@ def test_every_family_computes_what_transformers_does(variant: str, ops: str, pa
 
 def shape_of(variant: str) -> ModelShape:
     return supported_shape(case(variant).config)
+
+
+def needs_kernels(variant: str) -> None:
+    if why := native.why_not(torch.float32, torch.device("cpu"), shape_of(variant)):
+        pytest.skip(why)
 
 
 def forget(patch: pytest.MonkeyPatch, family: str, **changes: Any) -> None:
@@ -309,9 +316,8 @@ def test_hidden_states_and_logits_are_apart(variant: str) -> None:
 @pytest.mark.parametrize("variant", ["mistral", "smollm3", "gemma3_text capped", "qwen3_moe", "mixtral windowed"])
 def test_native_logits_are_the_same_bits_in_any_company(variant: str) -> None:
     """Windows, caps, norms of heads and experts keep what the kernels promise: mixed, cut and shared, or alone."""
-    if why := native.why_not(torch.float32, torch.device("cpu"), shape_of(variant)):
-        pytest.skip(why)
-    decoder, prompts = decoder_of(variant, NativeOps()), case(variant).prompts
+    needs_kernels(variant)
+    decoder, prompts = loaded(variant, "native"), case(variant).prompts
     mixed, alone = Pool(decoder, prompts, 8), Pool(decoder, prompts, 8)
     mixed.run([0, 1, 2], seed=5)
     mixed.share(3, 0, 48)
@@ -325,10 +331,8 @@ def test_native_logits_are_the_same_bits_in_any_company(variant: str) -> None:
 @pytest.mark.parametrize("family", [family for family in facts.FAMILIES if facts.FAMILIES[family].experts])
 def test_experts_saved_in_one_tensor_load_too(family: str) -> None:
     """As transformers 5 holds them, and may save them."""
-    assert torch.equal(
-        at_once(decoder_of(family), case(family).prompts[2]),
-        at_once(decoder_of(family, fused=True), case(family).prompts[2]),
-    )
+    one_by_one, tokens_T = at_once(loaded(family), case(family).prompts[2]), case(family, fused=True).prompts[2]
+    assert torch.equal(at_once(loaded(family, fused=True), tokens_T), one_by_one)
     with ExitStack() as files:
         source = unfused(SafetensorsSource(case(family, fused=True).folder, files), shape_of(family))
         assert source.shapes == tensor_shapes(shape_of(family))
@@ -336,8 +340,10 @@ def test_experts_saved_in_one_tensor_load_too(family: str) -> None:
 
 def test_fused_experts_of_other_sizes_are_refused() -> None:
     """They are held against the config before any of them is cut."""
-    with pytest.raises(BrokenWeights, match=r"experts.gate_up_proj has shape \[4, 64, 64\] but the config implies"):
-        decoder_of("qwen3_moe", fused=True, moe_intermediate_size=16)
+    sizes = replace(shape_of("qwen3_moe"), moe_intermediate=16)
+    fact = r"experts.gate_up_proj has shape \[4, 64, 64\] but the config implies \[4, 32, 64\]"
+    with ExitStack() as files, pytest.raises(BrokenWeights, match=fact):
+        unfused(SafetensorsSource(case("qwen3_moe", fused=True).folder, files), sizes)
 
 
 def test_tokens_are_counted_by_expert_and_layer() -> None:
@@ -372,8 +378,7 @@ def test_tokens_go_where_transformers_sends_them() -> None:
 @pytest.mark.parametrize("num_tokens", [1, 2, 31, 200])
 def test_a_tokens_experts_do_not_see_its_company(num_tokens: int, quantization: str | None) -> None:
     """First, last or amid others, on operators that are invariant: the same bits."""
-    if why := native.why_not(torch.float32, torch.device("cpu")):
-        pytest.skip(why)
+    needs_kernels("qwen3_moe")
     sizes = shape_of("qwen3_moe")
     generator = torch.Generator().manual_seed(num_tokens)
     experts = Experts(

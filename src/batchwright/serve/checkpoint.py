@@ -106,13 +106,17 @@ class SafetensorsSource:
         readers = {file: _reader_of(file, open_files) for file in headers}
         self._reader_of_name = {name: readers[file] for file, header in headers.items() for name in header}
 
-    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The named tensor in `dtype`. Raises UnsupportedModel where it is not stored as floats."""
+    def stored(self, name: str) -> Tensor:
+        """The named tensor as it is stored."""
         try:
-            tensor = self._reader_of_name[name](name)
+            return self._reader_of_name[name](name)
         except SafetensorError as error:
             remedy = "fetch the file again, or use the unquantised checkpoint"
             raise BrokenWeights(f"reading tensor {name}", str(error), remedy) from error
+
+    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The named tensor in `dtype`. Raises UnsupportedModel where it is not stored as floats."""
+        tensor = self.stored(name)
         if tensor.dtype not in _STORED_DTYPES:
             fact = f"tensor {name} is stored as {tensor.dtype}; supported are 16, 32 and 64 bit floats"
             raise UnsupportedModel("loading safetensors", fact, "use the unquantised checkpoint, or a GGUF file")

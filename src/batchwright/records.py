@@ -62,7 +62,11 @@ class RowRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="type"):
-    """One step as planned and as it went. Pages are those held while it ran, tokens those stored when it ended."""
+    """One step as planned and as it went. Pages are those held while it ran, tokens those stored when it ended.
+
+    `num_drafts`: guesses that it checked, of which `num_right` were right (speculation). `expert_tokens[i][j]`:
+    positions that layer i routed to its expert j; empty for models without experts.
+    """
 
     run: str
     id: int
@@ -77,6 +81,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     tokens_stored: int
     num_waiting: int
     failed: str | None = None
+    num_drafts: int = 0
+    num_right: int = 0
+    expert_tokens: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_live(self) -> int:
@@ -212,8 +219,9 @@ class Recorder:
         self._live[request_id].token_times.append(now - self._origin)
 
     def committed(
-        self, plan_id: int, now: float, failed: str | None = None, late: Collection[str] = frozenset()
-    ) -> None:
+        self, plan_id: int, now: float, failed: str | None = None, late: Collection[str] = frozenset(), *,
+        num_right: int = 0, expert_tokens: tuple[tuple[int, ...], ...] = (),
+    ) -> None:  # fmt: skip
         """The step ended at `now`. Rows of `late` requests, which had ended before it did, are recorded as dead.
 
         A step that never began leaves no record, but that the next one tells whom it preempted.
@@ -240,6 +248,9 @@ class Recorder:
                 tokens_stored=load.tokens_stored + sum(row.num_tokens for row in rows),
                 num_waiting=load.num_waiting,
                 failed=failed,
+                num_drafts=sum(chunk.num_drafts for chunk in plan.chunks if chunk.request_id not in late),
+                num_right=num_right,
+                expert_tokens=expert_tokens,
             )
         )
         self._shorten(self.steps)

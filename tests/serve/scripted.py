@@ -17,7 +17,7 @@ from batchwright.serve.keys import PageKeys
 from batchwright.serve.model import Decoder
 from batchwright.serve.params import SamplingParams
 from batchwright.serve.sampling import Sampled
-from batchwright.serve.sequences import RowResult
+from batchwright.serve.sequences import NO_EXTRAS, Extras, RowResult
 from batchwright.serve.weights import LoadedModel
 from batchwright.testing import FakeExecutor
 from tests.serve.conftest import TINY
@@ -126,6 +126,7 @@ class Pretended(NamedTuple):
     """A step whose work is done when its result is asked for."""
 
     result: Callable[[], list[RowResult]]
+    expert_tokens: tuple[tuple[int, ...], ...] = ()
 
 
 class PretendingExecutor:
@@ -148,7 +149,7 @@ class PretendingExecutor:
         self._lengths: dict[str, int] = {}
         self.fake.lengths = self._lengths
 
-    def add(self, request_id: str, tokens: Sequence[int], params: SamplingParams) -> None:
+    def add(self, request_id: str, tokens: Sequence[int], params: SamplingParams, extras: Extras = NO_EXTRAS) -> None:
         self.added.append(request_id)
         self._lengths[request_id] = 1 << 40  # the engine says when it ends
         keys = PageKeys(self._memory.page_size).push(tokens)
@@ -192,7 +193,7 @@ class PretendingExecutor:
             if chunk.samples and chunk.request_id is not None:
                 error = self.errors.get(chunk.request_id)
                 number = self.fake.num_outputs(chunk.request_id) if self.fake.is_live(chunk.request_id) else 0
-                yield RowResult(chunk.request_id, Sampled(number) if error is None else Sampled(-1, error=error))
+                yield RowResult(chunk.request_id, (Sampled(number) if error is None else Sampled(-1, error=error),))
 
 
 class Told:

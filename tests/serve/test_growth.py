@@ -101,7 +101,7 @@ class Traffic:
     def _submit(self, number: int) -> str:
         chance = self.chance
         stop = ("e",) if chance.random() < 0.2 and self.engine.model.tokenizer else ()
-        stop_ids = (chance.randrange(300, 330),) if chance.random() < 0.2 else ()
+        stop_ids = (chance.randrange(1, 6),) if chance.random() < 0.2 else ()
         params = SamplingParams(max_tokens=chance.randint(1, 5), stop=stop, stop_token_ids=stop_ids)
         prompt = chance.choice(self._prompts)[: chance.randint(1, 18)]
         deadline = 1.0 if chance.random() < 0.1 else None

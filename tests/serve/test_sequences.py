@@ -49,15 +49,15 @@ def test_what_was_sampled_is_fed_next() -> None:
     sequences = prompted([1, 2])
     prefill, decode = [chunk("0", 0, 2, samples=True)], [chunk("0", 2, 1, samples=True)]
     for token in (7, 8):
-        assert sequences.feed(prefill).sample(pointing_at([token]))[0].sampled.token == token
+        assert sequences.feed(prefill).results(pointing_at([token]))[0].samples[0].token == token
         assert sequences.feed(decode).tokens == [[token]]
 
 
 def test_a_row_in_error_leaves_something_to_feed() -> None:
     """The step planned before its error was known still has its row: it must be given an id that exists."""
     sequences = prompted([1, 2])
-    (result,) = sequences.feed([chunk("0", 0, 2, samples=True)]).sample(torch.full((1, VOCABULARY), torch.nan))
-    assert result.sampled.error
+    (result,) = sequences.feed([chunk("0", 0, 2, samples=True)]).results(torch.full((1, VOCABULARY), torch.nan))
+    assert result.samples[0].error
     assert sequences.feed([chunk("0", 2, 1, samples=True)]).tokens == [[0]]
 
 
@@ -67,10 +67,10 @@ def test_a_late_row_does_not_touch_who_has_its_id_now() -> None:
     late = sequences.feed([chunk("0", 0, 2, samples=True)])
     sequences.remove("0")
     sequences.add("0", [3, 4, 5, 6], forced(9))
-    assert late.sample(pointing_at([9]))[0].request_id == "0"
+    assert late.results(pointing_at([9]))[0].request_id == "0"
     assert sequences.feed([chunk("0", 0, 4)]).tokens == [[3, 4, 5, 6]]
 
 
 def test_nothing_to_sample_has_no_results() -> None:
     """A chunk in the middle of a prompt."""
-    assert prompted([1, 2]).feed([chunk("0", 0, 1)]).sample(torch.empty(0, VOCABULARY)) == []
+    assert prompted([1, 2]).feed([chunk("0", 0, 1)]).results(torch.empty(0, VOCABULARY)) == []

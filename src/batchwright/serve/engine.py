@@ -7,7 +7,7 @@ happens to it: a finish reason is in its last `Output`, and its record in `engin
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
@@ -19,12 +19,14 @@ from batchwright.policy.continuous import Continuous
 from batchwright.policy.pages import Memory
 from batchwright.policy.types import Dropped, ItemOutcome, Refused, Request, Scheduler, StepOutcome
 from batchwright.records import FinishReason, Recorder
+from batchwright.serve.choices import Choices
 from batchwright.serve.executor import Executor
+from batchwright.serve.intake import Intake, Work, seconds
 from batchwright.serve.live import LiveRequest
 from batchwright.serve.outputs import Completion, Output, completed
 from batchwright.serve.params import SamplingParams
-from batchwright.serve.prompts import Params, Prompt, as_prompts, paired, token_ids, tokenizer_of
-from batchwright.serve.sampling import Sampled
+from batchwright.serve.prompts import Adapters, Params, Prompt, as_prompts, paired, tokenizer_of
+from batchwright.serve.sequences import RowResult
 from batchwright.serve.stepping import Step, Stepper
 from batchwright.serve.weights import LoadedModel, LoadOptions, load
 
@@ -33,7 +35,6 @@ Policy = Callable[[Memory], Scheduler]
 DEFAULT_KV_BYTES = 1 << 30
 NEWEST_RECORDS = partial(Recorder, "engine", keep=1000)
 _ID = "request-"
-_LONGEST = 1e9  # seconds, of any wait
 _LONG_WAIT = 3600.0  # seconds, before looking again
 _SHORT_WAIT = 0.001  # seconds, when it is not known what is waited for
 
@@ -69,6 +70,9 @@ class Engine:
     `policy(memory)` makes the scheduler. `memory` is 1 GiB of KV cache by default. `clock` and `executor` can be
     replaced. Threads may share an engine: calls take turns, and requests of all threads run in the same batches.
 
+    `adapters`: LoRA adapters by name, as folders that PEFT wrote; a request names the one that it wants, and those of
+    several run in one batch.
+
     `recorder(page_size, origin)` makes the recorder. By default that keeps the newest 1,000 requests and as many
     steps, so that an engine may live for ever; to measure, give `partial(Recorder, "my run")`, which keeps all.
 
@@ -90,6 +94,7 @@ class Engine:
         policy: Policy = Continuous,
         *,
         memory: Memory | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
         deterministic: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         executor: Callable[[Any, Memory], Executor] | None = None,
@@ -105,26 +110,29 @@ class Engine:
             if executor
             else self.model.make_executor(self.memory, deterministic=deterministic)
         )
+        self._intake = Intake(self.model)
+        for name, folder in (adapters or {}).items():
+            self._intake.add_adapter(name, folder)
         self._clock = clock
         self._lock = RLock()  # over all state
         self._delivering = RLock()  # outputs are delivered in order, and without holding up other threads' submits
         self.recorder = recorder(self.memory.page_size, clock())
         self._stepper = Stepper(self.executor, self._plan, self._began, self._commit)
-        self._live: dict[str, LiveRequest] = {}
-        self._ending: set[str] = set()  # ended, and not yet told
+        self._live: dict[str, LiveRequest] = {}  # each choice of each request
+        self._requests: dict[str, list[LiveRequest]] = {}  # by the client's id, until all of it is told
         self._outputs: list[Output] = []
         self._undelivered: deque[_Delivery] = deque()
         self._num_submitted = self._num_named = 0
 
     # ---- requests
 
-    @_locked
-    def submit(
+    def submit(  # noqa: PLR0913 - all of them are a client's to say
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        adapter: str | None = None,
         priority: int = 0,
         deadline: float | None = None,
         queue_timeout: float | None = None,
@@ -133,39 +141,61 @@ class Engine:
     ) -> str:
         """Queue a request and return its id. `prompt`: text, or token ids.
 
-        Where `params` has no seed, the number of requests submitted before becomes its seed. `deadline` and
-        `queue_timeout` are seconds from now; `arrival`: when it came, if not now (on the engine's clock). `on_output`
-        gets every `Output` of it, which `step` then does not return; if it raises, this request ends with that error
-        and no other. Raises RequestError for what can never run (an empty prompt, ids outside the vocabulary, a
-        prompt beyond the context or the page pool) and for a full queue. It then has no record.
+        Where `params` has no seed, the number of requests submitted before becomes its seed. `adapter`: the name of one
+        that the engine has. `deadline` and `queue_timeout` are seconds from now; `arrival`: when it came, if not now
+        (on the engine's clock). `on_output` gets every `Output` of it, which `step` then does not return; if it raises,
+        this request ends with that error and no other. Raises RequestError for what can never run (an empty prompt, ids
+        outside the vocabulary, a prompt beyond the context or the page pool, a constraint that nothing meets) and for a
+        full queue. It then has no record.
         """
-        params = params or SamplingParams()
-        if params.seed is None:
-            params = replace(params, seed=self._num_submitted)
-        request_id = self._checked_id(request_id)
-        tokens = token_ids(prompt, self.model)
+        work = self._intake.work(prompt, params or SamplingParams(), adapter)  # a constraint may take its time
         now = self._clock()
-        live = LiveRequest(request_id, tokens, params, self.model, self.memory.page_size, on_output)
-        answer = self.scheduler.add(
-            Request(
-                id=request_id,
-                num_prompt=len(tokens),
-                max_tokens=params.max_tokens,
-                priority=priority,
-                deadline=None if deadline is None else now + _seconds("deadline", deadline),
-                queue_timeout=None if queue_timeout is None else _seconds("queue_timeout", queue_timeout),
-                keys=live.prompt_keys,
-            ),
-            now,
+        request = Request(
+            id="",
+            num_prompt=len(work.tokens),
+            max_tokens=work.params.max_tokens,
+            priority=priority,
+            deadline=None if deadline is None else now + seconds("deadline", deadline),
+            queue_timeout=None if queue_timeout is None else seconds("queue_timeout", queue_timeout),
         )
-        if isinstance(answer, Refused):
-            raise RequestError(answer.asked, answer.fact, answer.remedy)
-        live.admit(answer.max_tokens, self.model.eos_ids)
+        return self._submit(work, request, request_id, now if arrival is None else arrival, on_output)
+
+    @_locked
+    def _submit(
+        self, work: Work, request: Request, request_id: str | None, arrival: float,
+        on_output: Callable[[Output], None] | None,
+    ) -> str:  # fmt: skip
+        params = work.params if work.params.seed is not None else replace(work.params, seed=self._num_submitted)
+        choices = Choices(self._checked_id(request_id), params, on_output)
+        lives = [
+            LiveRequest(choices, index, choices.params_of(params, index), work, self.model, self.memory.page_size)
+            for index in range(choices.num_computed)
+        ]
+        try:
+            for live in lives:
+                self.executor.add(live.id, work.tokens, live.params, work.extras(self.scheduler.max_drafts))
+            self._admit(lives, request)
+        except RequestError:
+            for live in lives:
+                self.executor.remove(live.id)
+            raise
         self._num_submitted += 1
-        self._live[request_id] = live
-        self.executor.add(request_id, tokens, params)
-        self.recorder.arrived(request_id, now if arrival is None else arrival, len(tokens), answer.max_tokens)
-        return request_id
+        self._requests[choices.id] = lives
+        for live in lives:
+            self._live[live.id] = live
+            self.recorder.arrived(live.id, arrival, len(work.tokens), live.max_tokens)
+        return choices.id
+
+    def _admit(self, lives: Sequence[LiveRequest], request: Request) -> None:
+        """Queue every choice of a request, or none."""
+        now = self._clock()
+        for index, live in enumerate(lives):
+            answer = self.scheduler.add(replace(request, id=live.id, keys=live.prompt_keys), now)
+            if isinstance(answer, Refused):
+                for other in lives[:index]:
+                    self.scheduler.abort(other.id, now)
+                raise RequestError(answer.asked, answer.fact, answer.remedy)
+            live.admit(answer.max_tokens, self.model.eos_ids)
 
     def abort(self, request_id: str) -> None:
         """End a request now, and free its pages as soon as no step uses them; unknown and ended ids are ignored.
@@ -178,9 +208,7 @@ class Engine:
 
     @_locked
     def _abort(self, request_id: str) -> None:
-        if request_id in self._live:
-            self.scheduler.abort(request_id, self._clock())
-            self._end(request_id, "abort")
+        self._end_all(request_id, "abort")
 
     @_locked
     def flush(self) -> None:
@@ -189,7 +217,7 @@ class Engine:
 
     @property
     def num_live(self) -> int:
-        """Requests submitted and not ended."""
+        """Choices of requests submitted and not ended; most requests ask for one."""
         return len(self._live)
 
     def now(self) -> float:
@@ -224,19 +252,22 @@ class Engine:
         times = [moment for moment in (self.wakeup(), until) if moment is not None]
         time.sleep(min(max(0.0, min(times) - self._clock()), _LONG_WAIT) if times else _SHORT_WAIT)
 
-    def stream(self, prompts: Prompt | Iterable[Prompt], params: Params = None) -> Iterator[Output]:
+    def stream(
+        self, prompts: Prompt | Iterable[Prompt], params: Params = None, *, adapter: Adapters = None
+    ) -> Iterator[Output]:
         """Submit `prompts` (one, or several) and yield their outputs as they come, interleaved.
 
-        Ids are in the order of `prompts`. A prompt that cannot run yields one Output with its error. Closing the
-        iterator aborts what is left.
+        `params` and `adapter`: one for all, or one each. Ids are in the order of `prompts`. A prompt that cannot run
+        yields one Output with its error. Closing the iterator aborts what is left.
         """
-        mine: set[str] = set()
+        mine: dict[str, int] = {}  # choices that have not ended
         inbox: deque[Output] = deque()  # filled by whoever steps the engine, be it another stream
         try:
-            for prompt, its_params in paired(as_prompts(prompts), params):
+            for prompt, its_params, its_adapter in paired(as_prompts(prompts), params, adapter):
                 request_id = self._named()
                 try:
-                    mine.add(self.submit(prompt, its_params, request_id=request_id, on_output=inbox.append))
+                    self.submit(prompt, its_params, request_id=request_id, adapter=its_adapter, on_output=inbox.append)
+                    mine[request_id] = its_params.n
                 except RequestError as error:
                     inbox.append(Output(request_id, None, "", "refused", str(error)))
             self.flush()
@@ -245,20 +276,24 @@ class Engine:
                     self.wait()
                 while inbox:
                     output = inbox.popleft()
-                    if output.finish_reason:
-                        mine.discard(output.request_id)
+                    if output.finish_reason and output.request_id in mine:
+                        mine[output.request_id] -= 1
+                        if not mine[output.request_id]:
+                            del mine[output.request_id]
                     yield output
         finally:
             for request_id in mine:
                 self.abort(request_id)
 
-    def generate(self, prompts: Prompt | Iterable[Prompt], params: Params = None) -> list[Completion]:
+    def generate(
+        self, prompts: Prompt | Iterable[Prompt], params: Params = None, *, adapter: Adapters = None
+    ) -> list[Completion]:
         """Run `prompts` (one, or several) to their ends; one Completion each, in their order, refused ones included.
 
-        `params`: one for all, or one each.
+        `params` and `adapter`: one for all, or one each.
         """
         outputs: dict[str, list[Output]] = {}
-        for output in self.stream(prompts, params):
+        for output in self.stream(prompts, params, adapter=adapter):
             outputs.setdefault(output.request_id, []).append(output)
         in_order = sorted(outputs, key=lambda request_id: int(request_id.removeprefix(_ID)))
         return [completed(outputs[request_id]) for request_id in in_order]
@@ -310,60 +345,70 @@ class Engine:
         now = self._clock()
         finished = now if step.finished is None else step.finished
         late = frozenset(live.id for live in step.rows if live.has_ended)
-        self.recorder.committed(step.plan.id, finished, step.failed, late)
+        results = () if step.failed else step.results or ()
+        num_right = sum(len(result.samples[1:]) for result in results if result.request_id not in late)
+        self.recorder.committed(
+            step.plan.id, finished, step.failed, late, num_right=num_right, expert_tokens=step.expert_tokens
+        )
         items = () if step.failed else tuple(self._items(step, finished))
         for dropped in self.scheduler.commit(step.plan.id, now, StepOutcome(items, step.failed)):
             self._drop(dropped, step.message)
 
     def _items(self, step: Step, now: float) -> Iterator[ItemOutcome]:
         """What the scheduler learns of each row whose request has not ended meanwhile."""
-        sampled = {result.request_id: result.sampled for result in step.results or ()}
-        chunks = (chunk for chunk in step.plan.chunks if chunk.num_tokens)
-        for live, chunk in zip(step.rows, chunks, strict=True):
-            if live.has_ended:
-                continue
-            if chunk.samples:
-                yield self._accept(live, sampled[live.id], now)
-            else:
-                yield ItemOutcome(live.id)
+        results = {result.request_id: result for result in step.results or ()}
+        for live in step.rows:
+            if not live.has_ended:
+                result = results.get(live.id)
+                yield ItemOutcome(live.id) if result is None else self._accept(live, result, now)
 
-    def _accept(self, live: LiveRequest, sampled: Sampled, now: float) -> ItemOutcome:
-        """Hand out one new token, and end its request if that is its last."""
-        if sampled.error is not None:
-            self._end(live.id, "error", sampled.error)
-            return ItemOutcome(live.id, error=True)
-        self.recorder.token(live.id, now)
-        text, reason = live.push(sampled.token)
-        output = Output(live.id, sampled.token, text, reason, None, sampled.logprob, sampled.top)
-        self._undelivered.append(_Delivery(live, output, now))
-        if reason is not None:
-            self._forget(live)
-        return ItemOutcome(live.id, 1, finished=reason is not None, keys=live.keys.push([sampled.token]))
+    def _accept(self, live: LiveRequest, result: RowResult, now: float) -> ItemOutcome:
+        """Hand out the new tokens of one row, and end its request if the last of its tokens is among them."""
+        live.score(result.prompt_scores)
+        tokens: list[int] = []
+        for sampled in result.samples:
+            if sampled.error is not None:
+                self._end(live, "error", sampled.error)
+                return ItemOutcome(live.id, len(tokens), error=True)
+            self.recorder.token(live.id, now)
+            tokens.append(sampled.token)
+            output = live.push(sampled)
+            self._undelivered.append(_Delivery(live, output, now))
+            if output.finish_reason is not None:
+                self._forget(live)
+                break
+        keys = live.keys.push(tokens)
+        return ItemOutcome(live.id, len(tokens), finished=live.has_ended, keys=keys, num_drafts=result.num_drafts)
 
     # ---- endings
 
     def _drop(self, dropped: Dropped, message: str = "") -> None:
         """The scheduler gave up on a request."""
         if dropped.reason in ("deadline", "queue_timeout"):
-            self._end(dropped.request_id, dropped.reason)
+            self._end(self._live[dropped.request_id], dropped.reason)
         else:
             error = RequestError(
                 f"run {dropped.request_id}",
                 f"its step fails though it runs alone ({message})",
                 "free memory, or send less at once" if dropped.reason == "out_of_memory" else "see what its input does",
             )
-            self._end(dropped.request_id, "error", str(error))
+            self._end(self._live[dropped.request_id], "error", str(error))
 
-    def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
-        """End a request for another reason than its own tokens."""
-        live = self._live[request_id]
+    def _end_all(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
+        """End what is left of a client's request; the scheduler is told."""
+        for live in self._requests.get(request_id, ()):
+            if not live.has_ended:
+                self.scheduler.abort(live.id, self._clock())
+                self._end(live, reason, error)
+
+    def _end(self, live: LiveRequest, reason: FinishReason, error: str | None = None) -> None:
+        """End one choice for another reason than its own tokens."""
         self._forget(live)
-        self._undelivered.append(_Delivery(live, Output(request_id, None, live.rest(), reason, error), self._clock()))
+        self._undelivered.append(_Delivery(live, live.ending(reason, error), self._clock()))
 
     def _forget(self, live: LiveRequest) -> None:
         live.has_ended = True
         del self._live[live.id]
-        self._ending.add(live.id)
         self.executor.remove(live.id)
 
     # ---- deliveries
@@ -374,34 +419,37 @@ class Engine:
             while self._undelivered:
                 live, output, when = self._undelivered.popleft()
                 try:
-                    raised = self._notify(live, output)
-                    if raised is not None:
-                        output = self._failed(live, output, raised)
-                    if live.on_output is None:
-                        self._outputs.append(output)
+                    for shown in live.choices.take(output):
+                        output = self._hand_out(live, output, shown)
                 finally:
                     if output.finish_reason is not None:
-                        self.recorder.ended(output.request_id, when, output.finish_reason, output.error)
-                        self._ending.discard(output.request_id)
+                        self.recorder.ended(live.id, when, output.finish_reason, output.error)
+                        if live.choices.has_ended:
+                            del self._requests[live.choices.id]
+
+    def _hand_out(self, live: LiveRequest, output: Output, shown: Output) -> Output:
+        """Give `shown` to the client of `live`; `output` as it is then recorded."""
+        raised = self._notify(live.choices, shown)
+        if raised is not None:
+            shown, output = (self._failed(live, each, raised) for each in (shown, output))
+        if live.choices.on_output is None:
+            self._outputs.append(shown)
+        return output
 
     @_locked
     def _failed(self, live: LiveRequest, output: Output, raised: str) -> Output:
         """End the request whose callback raised; `output` as it now is."""
-        if output.finish_reason is not None:
-            return output._replace(finish_reason="error", error=raised)
-        if not live.has_ended:
-            self.scheduler.abort(output.request_id, self._clock())
-            self._end(output.request_id, "error", raised)
-        return output
+        self._end_all(live.choices.id, "error", raised)
+        return output if output.finish_reason is None else output._replace(finish_reason="error", error=raised)
 
-    def _notify(self, live: LiveRequest, output: Output) -> str | None:
+    def _notify(self, choices: Choices, output: Output) -> str | None:
         """Call its callback, if it has one; what to say if that raised. It is then not called again."""
-        if live.on_output is None:
+        if choices.on_output is None:
             return None
         try:
-            live.on_output(output)
+            choices.on_output(output)
         except Exception as error:  # noqa: BLE001 - whatever a user's callback raises ends its request alone
-            live.on_output = None
+            choices.on_output = None
             raised = f"it raised {type(error).__name__}: {error}"
             return f"call on_output of {output.request_id}: {raised}; catch what it may raise"
         return None
@@ -429,20 +477,7 @@ class Engine:
                 return name
 
     def _is_taken(self, request_id: str) -> bool:
-        return request_id in self._live or request_id in self._ending
-
-
-def _seconds(name: str, value: float) -> float:
-    """A duration as a finite float. Raises RequestError."""
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RequestError(f"submit a request with {name}={value!r:.40}", str(error), "give seconds") from error
-    if not abs(seconds) < _LONGEST:
-        raise RequestError(
-            f"submit a request with {name}={seconds}", f"the limit is {_LONGEST:g} s", "give less, or None"
-        )
-    return seconds
+        return request_id in self._live or request_id in self._requests
 
 
 def default_memory(model: LoadedModel, page_size: int | None = None, num_bytes: int = DEFAULT_KV_BYTES) -> Memory:

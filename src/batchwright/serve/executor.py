@@ -16,16 +16,23 @@ from torch import Tensor
 from batchwright.errors import ConfigError
 from batchwright.policy.pages import Memory
 from batchwright.policy.types import StepPlan
+from batchwright.serve.adapters import Adapter, StepAdapters
 from batchwright.serve.attention import RowSpan, layout_order
 from batchwright.serve.kv import PagedKV
 from batchwright.serve.model import Decoder
 from batchwright.serve.params import SamplingParams
 from batchwright.serve.sampling import Sampler
-from batchwright.serve.sequences import Feed, RowResult, Sequences
+from batchwright.serve.scoring import Score, score
+from batchwright.serve.sequences import NO_EXTRAS, Extras, Feed, RowResult, Sequences
+
+_NUM_SCORED_AT_ONCE = 64
 
 
 class Pending(Protocol):
-    """A plan that was started."""
+    """A plan that was started. `expert_tokens`: known with the result; see `records.StepRecord`."""
+
+    @property
+    def expert_tokens(self) -> tuple[tuple[int, ...], ...]: ...
 
     def result(self) -> list[RowResult]:
         """Wait for its end; the results of the rows that sample, in any order.
@@ -44,8 +51,8 @@ class Executor(Protocol):
     @property
     def overlaps(self) -> bool: ...
 
-    def add(self, request_id: str, tokens: Sequence[int], params: SamplingParams) -> None:
-        """`tokens` is the prompt."""
+    def add(self, request_id: str, tokens: Sequence[int], params: SamplingParams, extras: Extras = NO_EXTRAS) -> None:
+        """`tokens` is the prompt. Raises RequestError for what this executor cannot do."""
         ...
 
     def remove(self, request_id: str) -> None:
@@ -82,8 +89,8 @@ class TorchExecutor:
         self._sequences = Sequences(Sampler(decoder.shape.vocab, decoder.device))
         self._logits_RV = self._new_logits(0)  # memory that is always new costs more than the choice
 
-    def add(self, request_id: str, tokens: Sequence[int], params: SamplingParams) -> None:
-        self._sequences.add(request_id, tokens, params)
+    def add(self, request_id: str, tokens: Sequence[int], params: SamplingParams, extras: Extras = NO_EXTRAS) -> None:
+        self._sequences.add(request_id, tokens, params, extras)
 
     def remove(self, request_id: str) -> None:
         self._sequences.remove(request_id)
@@ -94,16 +101,50 @@ class TorchExecutor:
         order = layout_order(spans)
         ordered = [spans[index] for index in order]
         feed = self._sequences.feed([plan.chunks[index] for index in order])
-        tokens = list(chain.from_iterable(feed.tokens))
-        return TorchPending((self._singly if self._one_at_a_time else self._forward)(ordered, tokens, feed.rows), feed)
+        x_RE = (self._singly if self._one_at_a_time else self._hidden)(ordered, feed)
+        num_drawn = len(feed.rows)
+        logits_RV = self._logits(x_RE[:num_drawn], self._room(num_drawn))
+        return TorchPending(logits_RV, feed, self._scores(x_RE[num_drawn:], feed), self._decoder.expert_tokens_LX)
 
-    def _forward(self, rows: Sequence[RowSpan], tokens: Sequence[int], sampling: Sequence[int]) -> Tensor:
-        """logits_RV of the positions `sampling`, counted over those of all rows."""
+    def _hidden(self, rows: Sequence[RowSpan], feed: Feed) -> Tensor:
+        """x_RE at the positions whose logits are wanted: those that sample, then those that are scored."""
+        tokens = list(chain.from_iterable(feed.tokens))
+        return self._forward(rows, tokens, feed.rows + feed.scored_rows, feed.adapters)
+
+    def _forward(
+        self, rows: Sequence[RowSpan], tokens: Sequence[int], wanted: Sequence[int], adapters: Sequence[Adapter | None]
+    ) -> Tensor:
+        """x_RE of the positions `wanted`, counted over those of all rows; `adapters` of each position, if any."""
         decoder = self._decoder
         layout = decoder.ops.layout(rows, self.kv, decoder.attention)
         tokens_T = torch.tensor(tokens, device=decoder.device)
-        rows_R = torch.tensor(sampling, dtype=torch.int64, device=decoder.device)
-        return decoder.forward(tokens_T, layout.attend, rows_R, self._room(len(sampling)))
+        rows_R = torch.tensor(wanted, dtype=torch.int64, device=decoder.device)
+        return decoder.hidden(tokens_T, layout.attend, rows_R, StepAdapters.of(adapters, wanted, decoder.device))
+
+    def _singly(self, rows: Sequence[RowSpan], feed: Feed) -> Tensor:
+        """The same, with a forward for each position."""
+        positions = [RowSpan(p, 1, row.table) for row in rows for p in range(row.start, row.context)]
+        tokens = list(chain.from_iterable(feed.tokens))
+        hidden = [
+            self._forward([position], [token], [0], feed.adapters[index : index + 1])
+            for index, (position, token) in enumerate(zip(positions, tokens, strict=True))
+        ]
+        return torch.cat(hidden)[[*feed.rows, *feed.scored_rows]]
+
+    def _logits(self, x_RE: Tensor, room_RV: Tensor | None = None) -> Tensor:
+        if not self._one_at_a_time:
+            return self._decoder.logits(x_RE, room_RV)
+        return torch.cat([self._new_logits(0), *(self._decoder.logits(x_1E) for x_1E in x_RE.split(1))])
+
+    def _scores(self, x_RE: Tensor, feed: Feed) -> list[Score]:
+        """Of the tokens that `x_RE` foretell; by portions, because logits are large."""
+        targets = list(feed.targets())
+        scores: list[Score] = []
+        for start in range(0, len(targets), _NUM_SCORED_AT_ONCE):
+            portion = targets[start : start + _NUM_SCORED_AT_ONCE]
+            logits_RV = self._logits(x_RE[start : start + _NUM_SCORED_AT_ONCE])
+            scores += score(logits_RV, [token for token, _ in portion], [num_top for _, num_top in portion])
+        return scores
 
     def _room(self, num_rows: int) -> Tensor | None:
         """For the logits of a step, whose predecessor's were read by then; None where they may not have been."""
@@ -116,27 +157,23 @@ class TorchExecutor:
     def _new_logits(self, num_rows: int) -> Tensor:
         return torch.empty(num_rows, self._decoder.shape.vocab, dtype=torch.float32, device=self._decoder.device)
 
-    def _singly(self, rows: Sequence[RowSpan], tokens: Sequence[int], sampling: Sequence[int]) -> Tensor:
-        """The same, with a forward for each position."""
-        positions = [RowSpan(p, 1, row.table) for row in rows for p in range(row.start, row.context)]
-        wanted = set(sampling)
-        logits = [
-            self._forward([position], [token], [0] if index in wanted else [])
-            for index, (position, token) in enumerate(zip(positions, tokens, strict=True))
-        ]
-        return torch.cat(logits)
-
 
 class TorchPending:
     """A forward that was begun, and the rows that sample from its logits."""
 
-    def __init__(self, logits_RV: Tensor, feed: Feed) -> None:
+    def __init__(self, logits_RV: Tensor, feed: Feed, scores: Sequence[Score], expert_tokens_LX: Tensor | None) -> None:
         self.logits_RV = logits_RV
         self.feed = feed
+        self._scores = scores
+        self._expert_tokens_LX = expert_tokens_LX
+
+    @property
+    def expert_tokens(self) -> tuple[tuple[int, ...], ...]:
+        return () if self._expert_tokens_LX is None else tuple(map(tuple, self._expert_tokens_LX.tolist()))
 
     @torch.inference_mode()
     def result(self) -> list[RowResult]:
-        results = self.feed.sample(self.logits_RV)
+        results = self.feed.results(self.logits_RV, self._scores)
         device = self.logits_RV.device
         if not results and device.type == "cuda":
             torch.cuda.synchronize(device)  # no token was read back, and a step ends when its work has

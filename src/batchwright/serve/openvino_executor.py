@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchwright.errors import ConfigError, MissingDependency, UnsupportedModel
+from batchwright.errors import ConfigError, MissingDependency, RequestError, UnsupportedModel
 from batchwright.policy.pages import Memory
 from batchwright.policy.types import Chunk, StepPlan
 from batchwright.serve.attention import RowSpan
@@ -29,7 +29,7 @@ from batchwright.serve.model import Take
 from batchwright.serve.params import SamplingParams
 from batchwright.serve.recipe import recipe_of
 from batchwright.serve.sampling import Sampler
-from batchwright.serve.sequences import Feed, RowResult, Sequences
+from batchwright.serve.sequences import NO_EXTRAS, Extras, Feed, RowResult, Sequences
 
 PAGE_SIZE = 32
 """Tokens per page: the one size that the CPU plugin's operator knows."""
@@ -38,6 +38,7 @@ SUPPORTED = ("2026.4",)
 """Versions of OpenVINO that the tests were run with: the operator's inputs change between them, unannounced."""
 
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_OTHER_BACKEND = 'load the model with backend="native" or "torch"'
 _NUM_FOR_ALL_THREADS = 1 << 24
 """Logits from which sampling is long enough (some milliseconds) to be shared among torch's threads."""
 
@@ -221,8 +222,10 @@ class OpenVinoExecutor:
         if self._last is not None:
             self._last.settle()
 
-    def add(self, request_id: str, tokens: Sequence[int], params: SamplingParams) -> None:
-        self._sequences.add(request_id, tokens, params)
+    def add(self, request_id: str, tokens: Sequence[int], params: SamplingParams, extras: Extras = NO_EXTRAS) -> None:
+        if params.prompt_logprobs is not None:
+            raise RequestError("score a prompt", "OpenVINO's graph gives logits where tokens are drawn", _OTHER_BACKEND)
+        self._sequences.add(request_id, tokens, params, extras)
 
     def remove(self, request_id: str) -> None:
         self._sequences.remove(request_id)
@@ -245,12 +248,16 @@ class OpenVinoExecutor:
         """Run dummy rows. Raises what `OpenVinoPending.logits` raises; the next start then tries again."""
         size = self._decoder.shape_memory.unheard_of()
         rows = [RowSpan(0, 1, (self.kv.scratch,))] * size
-        self._begin(rows, Feed(self._sequences.sampler, [[0]] * size, list(range(size)), [])).logits()
+        feed = Feed(self._sequences.sampler)
+        feed.tokens, feed.rows = [[0]] * size, list(range(size))
+        self._begin(rows, feed).logits()
         self._decoder.shape_memory.is_sound = True
 
 
 class OpenVinoPending:
     """A step that OpenVINO's threads work on."""
+
+    expert_tokens = ()
 
     def __init__(self, request: Any, feed: Feed, inputs: Mapping[str, Any], shape_memory: ShapeMemory) -> None:
         import openvino
@@ -290,7 +297,7 @@ class OpenVinoPending:
     def result(self) -> list[RowResult]:
         logits_RV = self.logits()
         with one_thread() if logits_RV.numel() < _NUM_FOR_ALL_THREADS else nullcontext():
-            return self.feed.sample(logits_RV)
+            return self.feed.results(logits_RV)
 
 
 @contextmanager

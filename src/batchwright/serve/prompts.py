@@ -1,6 +1,7 @@
 """Prompts and params as people give them, turned into token ids and one `SamplingParams` each, or refused by name."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from batchwright.errors import ConfigError, RequestError
@@ -13,6 +14,9 @@ Prompt = str | Sequence[int]
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
+Adapters = str | Sequence[str | None] | None
+"""Names of adapters; None: the model as it is."""
+
 
 def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """A list of prompts, also of one text or one list of token ids."""
@@ -22,19 +26,29 @@ def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     return [several] if several and all(isinstance(one, int) for one in several) else several
 
 
-def paired(prompts: Sequence[Prompt], params: Params) -> list[tuple[Prompt, SamplingParams]]:
-    """Each prompt with its params: one for all, or one each."""
-    if params is None or isinstance(params, SamplingParams):
-        return [(prompt, params or SamplingParams()) for prompt in prompts]
-    several: list[Any] = list(params)
-    wrong = [one for one in several if not isinstance(one, SamplingParams)]
-    if wrong:
-        fact = f"{type(wrong[0]).__name__} {wrong[0]!r} is no SamplingParams"
-        raise ConfigError(f"generate from {len(prompts)} prompts", fact, "use SamplingParams(max_tokens=..., ...)")
-    if len(several) != len(prompts):
-        fact = f"there are {len(several)} sampling params"
-        raise ConfigError(f"generate from {len(prompts)} prompts", fact, "give one for all, or each")
-    return list(zip(prompts, several, strict=True))
+def paired(
+    prompts: Sequence[Prompt], params: Params, adapters: Adapters = None
+) -> list[tuple[Prompt, SamplingParams, str | None]]:
+    """Each prompt with its params and the name of its adapter: one for all, or one each."""
+    named = partial(_each, len(prompts))
+    its_params = named(
+        "sampling params", params or SamplingParams(), SamplingParams, "SamplingParams(max_tokens=..., ...)"
+    )
+    return list(zip(prompts, its_params, named("adapters", adapters, str | None, "names, or None"), strict=True))
+
+
+def _each(num_prompts: int, what: str, given: Any, kind: Any, use: str) -> list[Any]:
+    """`given` for each prompt if it is of that kind, or else a list of as many."""
+    if isinstance(given, kind):
+        return [given] * num_prompts
+    several: list[Any] = list(given)
+    asked = f"generate from {num_prompts} prompts"
+    if wrong := [one for one in several if not isinstance(one, kind)]:
+        fact = f"{type(wrong[0]).__name__} {wrong[0]!r} is no {getattr(kind, '__name__', 'name')}"
+        raise ConfigError(asked, fact, f"use {use}")
+    if len(several) != num_prompts:
+        raise ConfigError(asked, f"there are {len(several)} {what}", "give one for all, or each")
+    return several
 
 
 def token_ids(prompt: Prompt, model: LoadedModel) -> list[int]:

@@ -105,7 +105,7 @@ class Sampler:
 
     def __init__(self, num_vocab: int, device: torch.device) -> None:
         assert 0 < num_vocab <= MAX_VOCABULARY
-        self._num_vocab = num_vocab
+        self.num_vocab = num_vocab
         self._device = device
         self._free: list[int] = []
         self._num_slots = 0
@@ -119,7 +119,7 @@ class Sampler:
         Ids in `params` are in the vocabulary, bad words are ids, and params with a temperature above 0 hold a seed.
         """
         assert params.seed is not None or params.temperature == 0, "a request that is drawn has a seed by now"
-        limits = _limits(params, self._num_vocab)
+        limits = _limits(params, self.num_vocab)
         slot = Slot(self._new_index(), params, limits, prompt, end_ids)
         weakref.finalize(slot, self._free.append, slot.index).atexit = False
         rate = min(1 / max(params.temperature, _SMALLEST), 1 / _SMALLEST)
@@ -135,7 +135,7 @@ class Sampler:
         not constrained. Several rows of one slot have ends one after another: their tokens are guesses. A row holding
         NaN or +inf, or with no token left, gets an `error`; the other rows are unharmed.
         """
-        assert logits_BV.dtype == torch.float32 and logits_BV.shape == (len(rows), self._num_vocab)
+        assert logits_BV.dtype == torch.float32 and logits_BV.shape == (len(rows), self.num_vocab)
         if not rows:
             return []
         processed_BV = self._processed(logits_BV, rows, mask_BW)
@@ -148,7 +148,7 @@ class Sampler:
                 for i, (row, is_sound) in enumerate(zip(rows, sound, strict=True))
                 if row.slot.is_drawn and row.slot.is_filtered is is_filtered and is_sound
             ]
-            for part in portions(len(drawn), self._num_vocab, self._device):
+            for part in portions(len(drawn), self.num_vocab, self._device):
                 self._draw(processed_BV, peak_B, token_B, rows, drawn[part])
         tokens: list[int] = token_B.tolist()
         sampled = [
@@ -219,10 +219,10 @@ class Sampler:
         First shifted so that the highest is 0: then no temperature is small enough for NaN. Filled up with -inf.
         """
         if len(row_R) > self._room_2RV.shape[1]:
-            width = -(-self._num_vocab // FOLD) * FOLD
+            width = -(-self.num_vocab // FOLD) * FOLD
             self._room_2RV = torch.full((2, len(row_R), width), -math.inf, device=self._device)
         scores_RV, room_RV = self._room_2RV[:, : len(row_R)]
-        inside_RV = scores_RV[:, : self._num_vocab]
+        inside_RV = scores_RV[:, : self.num_vocab]
         if len(row_R) == len(logits_BV):
             torch.sub(logits_BV, peak_B[:, None], out=inside_RV)
         else:

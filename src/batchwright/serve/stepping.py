@@ -34,6 +34,7 @@ class Step:
         self.started: float | None = None
         self.finished: float | None = None
         self.results: Sequence[RowResult] | None = None
+        self.expert_tokens: tuple[tuple[int, ...], ...] = ()
         self.failed: Failure | None = None
         self.message = ""
         self._clock = clock
@@ -71,6 +72,7 @@ class Step:
         assert self._pending is not None
         pending, self._pending = self._pending, None
         self.results = pending.result()
+        self.expert_tokens = pending.expert_tokens
 
     def _attempt(self, action: Callable[[], None]) -> None:
         """The one place where what an executor may raise becomes an outcome; a bug in it is also the caller's."""

@@ -1,33 +1,29 @@
 """Loads a model: from a Hugging Face directory of safetensors or a GGUF file, wherever `locate` finds it.
 
-Every tensor is held against the shape its config implies, and every file against the size it claims, before the first
-weight is read; each weight is read once, converted, checked to be finite, and handed to the decoder. Nothing that
-could execute is ever read: no pickles. Files are mapped, so peak memory is the model plus one layer.
+Whatever the files hold, a model comes of them or one of our errors, and nothing that could execute is ever read: no
+pickles, no code. Files are mapped, so peak memory is the model plus one layer.
 """
 
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
-from torch import Tensor
 
 from batchwright.errors import BrokenWeights, ConfigError, UnsupportedModel
-from batchwright.facts.shape import ModelShape
 from batchwright.policy.pages import Memory
-from batchwright.serve.backend import Backend, Quantization, Target, not_deterministic, ops_for, takes_openvino
+from batchwright.serve.backend import Backend, Quantization, Target, not_deterministic
+from batchwright.serve.build import build
 from batchwright.serve.checkpoint import SafetensorsSource, check_claims, read_config, read_json
 from batchwright.serve.executor import Executor, TorchExecutor
-from batchwright.serve.experts import Source, unfused
 from batchwright.serve.gguf_config import config_of_gguf
 from batchwright.serve.gguf_file import GgufFile
 from batchwright.serve.gguf_model import GgufSource
 from batchwright.serve.gguf_tokenizer import from_gguf
 from batchwright.serve.locate import DEFAULT, Located, default_path, locate
-from batchwright.serve.model import Decoder, supported_shape, tensor_shapes
+from batchwright.serve.model import Decoder, supported_shape
 from batchwright.serve.openvino_executor import PAGE_SIZE, OpenVinoDecoder, OpenVinoExecutor, check_installed
 from batchwright.serve.packed import dequantised, without_quantization
 from batchwright.serve.tokenizer import Tokenizer, from_directory
@@ -39,7 +35,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 _PAGE_SIZE = 16
 _MALFORMED = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, OSError)
-_NUM_SUMMED_AT_ONCE = 32_000  # torch splits a sum over threads from 32,768 values
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +143,11 @@ def _load_directory(found: Located, target: Target) -> LoadedModel:
     supported_shape(plain)
     with ExitStack() as open_files:
         source = dequantised(SafetensorsSource(path, open_files), config)
-        decoder = _build(path, plain, source, target, None)
+        decoder = build(path, plain, source, target)
     tokenizer = from_directory(path)
     why = "" if tokenizer else f"there is no tokenizer.json in {path}"
-    return LoadedModel(found.name, decoder, tokenizer, why, _eos_of_directory(path, config, tokenizer), config)
+    eos_ids = _checked_text(path, decoder, tokenizer, _eos_of_directory(path, config, tokenizer))
+    return LoadedModel(found.name, decoder, tokenizer, why, eos_ids, config)
 
 
 def _load_gguf(found: Located, target: Target) -> LoadedModel:
@@ -163,82 +159,41 @@ def _load_gguf(found: Located, target: Target) -> LoadedModel:
     config = config_of_gguf(file)
     check_claims(config, path)
     source = GgufSource(file, config)
-    decoder = _build(path, config, source, target, source.scaled_frequencies())
+    decoder = build(path, config, source, target, source.scaled_frequencies())
     tokenizer, why = None, ""
     try:
         tokenizer = from_gguf(file.metadata)
     except UnsupportedModel as gap:
         why = str(gap)
     ends = (file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
-    eos_ids = tuple(dict.fromkeys(i for i in ends if isinstance(i, int)))
+    eos_ids = _checked_text(path, decoder, tokenizer, [i for i in ends if i is not None])
     return LoadedModel(found.name, decoder, tokenizer, why, eos_ids, config)
 
 
-def _build(
-    path: Path,
-    config: Mapping[str, Any],
-    source: Source,
-    target: Target,
-    freq_C: Tensor | None,
-) -> Decoder | OpenVinoDecoder:
-    """The decoder that `config` describes; what the source lacks, or has in another shape, is an error beforehand."""
-    sizes = supported_shape(config)
-    source = _complete(path, source, sizes)
-
-    def take(name: str) -> Tensor:
-        tensor = source.tensor(name, target.dtype)
-        if not _is_finite(tensor):
-            raise BrokenWeights(f"loading {path}", f"tensor {name} holds infinities or NaNs", "fetch the weights again")
-        return tensor.to(target.device)
-
-    in_pair_order = source.in_pair_order
-    if takes_openvino(target, config):
-        return OpenVinoDecoder(
-            config, take, freq_C, dtype=target.dtype, in_pair_order=in_pair_order, quantization=target.quantization
-        )
-    return Decoder(config, take, freq_C, in_pair_order=in_pair_order, ops=ops_for(target, sizes))
-
-
-def _complete(path: Path, source: Source, sizes: ModelShape) -> Source:
-    """The source with a tensor per expert, once it is seen to hold every tensor, each of its shape."""
-    num_tensors = len(source.shapes)
-    if sizes.num_layers > num_tensors:  # before anything is made for each layer
-        raise _claimed(path, f"{sizes.num_layers:,} layers", num_tensors)
-    source = unfused(source, sizes)
-    num_experts = sizes.num_experts * sum(map(sizes.has_experts, range(sizes.num_layers)))
-    if num_experts > len(source.shapes):
-        raise _claimed(path, f"{num_experts:,} experts in its layers", num_tensors)
-    for name, shape in tensor_shapes(sizes).items():
-        if name not in source.shapes:
-            fact = f"tensor {name} is missing, which the config calls for"
-            raise BrokenWeights(f"loading {path}", fact, "fetch the weights again, or correct config.json")
-        if source.shapes[name] != shape:
-            fact = f"tensor {name} has shape {list(source.shapes[name])} but the config implies {list(shape)}"
-            raise BrokenWeights(f"loading {path}", fact, "use the config.json that belongs to these weights")
-    return source
-
-
-def _claimed(path: Path, what: str, num_tensors: int) -> BrokenWeights:
-    fact = f"its config claims {what} but its files hold {num_tensors:,} tensors in all"
-    return BrokenWeights(f"loading {path}", fact, "use the config that belongs to these weights")
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """By sums of pieces, small enough that torch sums each on this thread: quick also where the cores are busy."""
-    flat = tensor.reshape(-1)
-    pieces = (flat[start : start + _NUM_SUMMED_AT_ONCE] for start in range(0, len(flat), _NUM_SUMMED_AT_ONCE))
-    return isfinite(sum(float(piece.sum(dtype=torch.float32)) for piece in pieces))
-
-
-def _eos_of_directory(path: Path, config: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def _eos_of_directory(path: Path, config: Mapping[str, Any], tokenizer: Tokenizer | None) -> Any:
     """What generation_config.json says, or else config.json, or else the tokenizer."""
     generation = path / "generation_config.json"
     value = read_json(generation).get("eos_token_id") if generation.is_file() else None
     value = config.get("eos_token_id") if value is None else value
     if value is None and tokenizer and "eos_token" in tokenizer.special:
         value = tokenizer.token_id(tokenizer.special["eos_token"])
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if odd := [i for i in ids if not isinstance(i, int) or isinstance(i, bool)]:
-        fact = f"its eos_token_id holds {odd[0]!r}, which is no token id"
+    return value
+
+
+def _checked_text(
+    path: Path, decoder: Decoder | OpenVinoDecoder, tokenizer: Tokenizer | None, eos: Any
+) -> tuple[int, ...]:
+    """The ids that end a reply, an id or a list of them in `eos`, once these and the tokenizer's words fit the model.
+
+    Tokens that were added to a vocabulary may lie beyond the embedding, as an image's does in Gemma 3: a prompt that
+    holds one is then refused.
+    """
+    num_rows = decoder.shape.vocab
+    if tokenizer and (num_words := tokenizer.core.get_vocab_size(with_added_tokens=False)) > num_rows:
+        fact = f"its tokenizer has a vocabulary of {num_words:,} tokens but its embedding has {num_rows:,} rows"
+        raise BrokenWeights(f"loading {path}", fact, "use the tokenizer that belongs to these weights")
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if odd := [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < num_rows]:
+        fact = f"its eos_token_id holds {odd[0]!r}, which is no token id of {num_rows:,}"
         raise BrokenWeights(f"loading {path}", fact, "correct it in generation_config.json or config.json")
-    return tuple(ids)
+    return tuple(dict.fromkeys(ids))

@@ -27,7 +27,7 @@ from batchwright.serve.model import Decoder
 from batchwright.serve.outputs import Output
 from batchwright.serve.params import SamplingParams
 from batchwright.serve.sampling import Sampled
-from batchwright.serve.sequences import RowResult
+from batchwright.serve.sequences import NO_EXTRAS, Extras, RowResult
 from batchwright.serve.weights import LoadedModel
 from batchwright.testing import VirtualClock
 from tests.serve.scripted import forced, tiny
@@ -46,12 +46,14 @@ POLICIES: dict[str, Policy] = {
 class Answering:
     """An executor that answers at once, token after token from 300 on; some rows err, some steps fail."""
 
+    expert_tokens = ()
+
     def __init__(self, decoder: Any, memory: Memory, *, overlaps: bool = True) -> None:
         self.overlaps = overlaps
         self._chance = random.Random(0)
         self._plan: StepPlan | None = None
 
-    def add(self, request_id: str, tokens: Sequence[int], params: SamplingParams) -> None:
+    def add(self, request_id: str, tokens: Sequence[int], params: SamplingParams, extras: Extras = NO_EXTRAS) -> None:
         pass
 
     def remove(self, request_id: str) -> None:
@@ -66,7 +68,7 @@ class Answering:
         assert plan
         if self._chance.random() < 0.01:
             raise RuntimeError("a step broke")
-        return [RowResult(chunk.request_id, self._sampled(chunk.start)) for chunk in plan.chunks if chunk.samples]
+        return [RowResult(chunk.request_id, (self._sampled(chunk.start),)) for chunk in plan.chunks if chunk.samples]
 
     def _sampled(self, position: int) -> Sampled:
         return (
@@ -78,6 +80,7 @@ class Traffic:
     """Waves of short requests into one engine: most end by their limit or a stop, the others in every other way."""
 
     def __init__(self, engine: Engine, clock: VirtualClock, vocabulary: int) -> None:
+        self._vocabulary = engine.model.decoder.shape.vocab
         self.engine = engine
         self.chance = random.Random(1)
         self._clock = clock
@@ -101,7 +104,8 @@ class Traffic:
     def _submit(self, number: int) -> str:
         chance = self.chance
         stop = ("e",) if chance.random() < 0.2 and self.engine.model.tokenizer else ()
-        stop_ids = (chance.randrange(1, 6),) if chance.random() < 0.2 else ()
+        first = min(300, self._vocabulary - 30)
+        stop_ids = (chance.randrange(first, first + 30),) if chance.random() < 0.2 else ()
         params = SamplingParams(max_tokens=chance.randint(1, 5), stop=stop, stop_token_ids=stop_ids)
         prompt = chance.choice(self._prompts)[: chance.randint(1, 18)]
         deadline = 1.0 if chance.random() < 0.1 else None

@@ -2,6 +2,8 @@
 
 import random
 from functools import cache
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -9,18 +11,26 @@ import torch
 from batchwright.policy.continuous import Continuous, ContinuousSettings
 from batchwright.policy.pages import Memory
 from batchwright.serve import native
+from batchwright.serve.backend import Quantization
 from batchwright.serve.engine import Completion, Engine
 from batchwright.serve.model import Decoder
 from batchwright.serve.native import NativeOps
 from batchwright.serve.ops import Ops, TorchOps
 from batchwright.serve.params import SamplingParams
 from batchwright.serve.weights import LoadedModel, load
+from tests.serve.families import tiny_model
 from tests.serve.scripted import forced, reference, tokens_of, workload64
 
 CPU = torch.device("cpu")
 NO_KERNELS = native.why_not(torch.bfloat16, CPU)
 needs_kernels = pytest.mark.skipif(bool(NO_KERNELS), reason=f"no kernels here: {NO_KERNELS}")
 
+SLIDING = {"sliding_window": 20}
+WINDOWS: dict[str, dict[str, Any]] = {
+    "gemma2": SLIDING,
+    "gemma3_text": SLIDING,
+    "smollm3": SLIDING | {"use_sliding_window": True},
+}
 PROMPT = tokens_of(0, 90)
 PARAMS = forced(12, logprobs=3)
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, seed=7, ignore_eos=True, logprobs=3)
@@ -33,6 +43,14 @@ def model(ops: type[Ops], dtype: torch.dtype, quantization: str | None = None) -
     state = reference(head_dim=16).state_dict()
     decoder = Decoder(config, lambda name: state[name].to(dtype, copy=True), ops=ops(quantization))
     return LoadedModel("tiny", decoder, None, "it is random", (), config)
+
+
+@cache
+def model_of(family: str, dtype: torch.dtype, quantization: Quantization | None = None) -> LoadedModel:
+    """The same of another family, on our kernels. Its windows, if it has any, are far shorter than the request."""
+    with TemporaryDirectory() as folder:
+        tiny_model(family, max_position_embeddings=512, **WINDOWS.get(family, {})).save_pretrained(folder)
+        return load(folder, dtype, backend="native", quantization=quantization, deterministic=True)
 
 
 class Company:
@@ -99,6 +117,19 @@ def test_the_same_in_float32_in_int8_and_when_drawing(dtype: torch.dtype, quanti
     expected = bits(company.alone(SAMPLED))
     for seed in range(100):
         assert bits(company.among_others(seed, SAMPLED)) == expected, f"batch {seed} differs"
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen3_moe", "smollm3"])
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [(torch.bfloat16, None), (torch.float32, None), (torch.bfloat16, "int8")]
+)
+def test_the_same_of_other_families(family: str, dtype: torch.dtype, quantization: Quantization | None) -> None:
+    """Windows, caps, norms of heads, layers without rotation, and experts, whose rows are other companies yet."""
+    company = Company(model_of(family, dtype, quantization))
+    expected = bits(company.alone())
+    for seed in range(25):
+        assert bits(company.among_others(seed)) == expected, f"batch {seed} differs"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from batchwright.serve import openvino_executor, weights
 from batchwright.serve.attention import reference_attention, rotated
@@ -45,6 +46,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True, "mlp_bias": True},
 }
 
+SOME_TOKENS_T = torch.randint(0, TINY["vocab_size"], (40,), generator=torch.Generator().manual_seed(1))
+
 MakeCheckpoint = Callable[..., Path]
 
 
@@ -59,6 +62,35 @@ def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
             parameter.data += 0.1 * torch.randn_like(parameter)
         model.save_pretrained(tmp_path / name, max_shard_size=shard_size)
         return tmp_path / name
+
+    return make
+
+
+class Made(NamedTuple):
+    """An adapter as PEFT saved it, and what PEFT computes with it."""
+
+    path: Path
+    logits_TV: Tensor
+
+
+MakeAdapter = Callable[..., Made]
+
+
+@pytest.fixture
+def make_adapter(tmp_path: Path) -> MakeAdapter:
+    """Wraps a checkpoint with PEFT, gives the adapter random values, and saves it."""
+
+    def make(
+        checkpoint: Path, name: str = "adapter", seed: int = 0, tokens_T: Tensor = SOME_TOKENS_T, **lora: Any
+    ) -> Made:
+        torch.manual_seed(seed)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), LoraConfig(**lora)).eval()
+        for key, parameter in model.named_parameters():
+            if "lora_" in key:
+                parameter.data = 0.1 * torch.randn_like(parameter)
+        model.save_pretrained(tmp_path / name)
+        with torch.inference_mode():
+            return Made(tmp_path / name, model(tokens_T[None]).logits[0])
 
     return make
 

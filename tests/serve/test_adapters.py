@@ -2,15 +2,14 @@
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
 from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -24,7 +23,8 @@ from batchwright.serve.adapters import Adapter, StepAdapters
 from batchwright.serve.checkpoint import read_json
 from batchwright.serve.model import Decoder
 from batchwright.serve.rope import interleave
-from tests.serve.conftest import TINY, DenseCache, MakeCheckpoint
+from tests.serve.conftest import SOME_TOKENS_T as TOKENS_T
+from tests.serve.conftest import TINY, DenseCache, MakeAdapter, MakeCheckpoint
 from tests.serve.mixed import logits_of, random_jobs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT uses the old name
@@ -34,7 +34,6 @@ NO_KERNELS = native.why_not(torch.float32, CPU)
 needs_kernels = pytest.mark.skipif(bool(NO_KERNELS), reason=f"no kernels here: {NO_KERNELS}")
 BACKENDS = ["torch", pytest.param("native", marks=needs_kernels)]
 
-TOKENS_T = torch.randint(0, TINY["vocab_size"], (40,), generator=torch.Generator().manual_seed(1))
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 CONFIGS: dict[str, dict[str, Any]] = {
     "rank 1 of queries and values": {"r": 1, "target_modules": ["q_proj", "v_proj"]},
@@ -53,33 +52,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {r"layers\.(0|2)\..*": 32, "v_proj": 2, "model.layers.1.self_attn.k_proj": 0.5},
     },
 }
-
-
-class Made(NamedTuple):
-    """An adapter as PEFT saved it, and what PEFT computes with it."""
-
-    path: Path
-    logits_TV: Tensor
-
-
-MakeAdapter = Callable[..., Made]
-
-
-@pytest.fixture
-def make_adapter(tmp_path: Path) -> MakeAdapter:
-    """Wraps a checkpoint with PEFT, gives the adapter random values, and saves it."""
-
-    def make(checkpoint: Path, name: str = "adapter", seed: int = 0, tokens_T: Tensor = TOKENS_T, **lora: Any) -> Made:
-        torch.manual_seed(seed)
-        model = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), LoraConfig(**lora)).eval()
-        for key, parameter in model.named_parameters():
-            if "lora_" in key:
-                parameter.data = 0.1 * torch.randn_like(parameter)
-        model.save_pretrained(tmp_path / name)
-        with torch.inference_mode():
-            return Made(tmp_path / name, model(tokens_T[None]).logits[0])
-
-    return make
 
 
 def run(decoder: Decoder, adapter: Adapter | None, wanted: Sequence[int] = range(len(TOKENS_T))) -> Tensor:

@@ -86,6 +86,7 @@ class TorchExecutor:
         self._one_at_a_time = one_at_a_time
         self.kv = PagedKV(decoder.shape, memory, decoder.dtype, decoder.device)
         self.overlaps = decoder.device.type == "cuda"
+        self._expert_tokens_LX: Tensor | None = None  # of the step that was started last
         self._sequences = Sequences(Sampler(decoder.shape.vocab, decoder.device))
         self._logits_RV = self._new_logits(0)  # memory that is always new costs more than the choice
 
@@ -101,10 +102,11 @@ class TorchExecutor:
         order = layout_order(spans)
         ordered = [spans[index] for index in order]
         feed = self._sequences.feed([plan.chunks[index] for index in order])
+        self._expert_tokens_LX = None
         x_RE = (self._singly if self._one_at_a_time else self._hidden)(ordered, feed)
         num_drawn = len(feed.rows)
         logits_RV = self._logits(x_RE[:num_drawn], self._room(num_drawn))
-        return TorchPending(logits_RV, feed, self._scores(x_RE[num_drawn:], feed), self._decoder.expert_tokens_LX)
+        return TorchPending(logits_RV, feed, self._scores(x_RE[num_drawn:], feed), self._expert_tokens_LX)
 
     def _hidden(self, rows: Sequence[RowSpan], feed: Feed) -> Tensor:
         """x_RE at the positions whose logits are wanted: those that sample, then those that are scored."""
@@ -119,17 +121,25 @@ class TorchExecutor:
         layout = decoder.ops.layout(rows, self.kv, decoder.attention)
         tokens_T = torch.tensor(tokens, device=decoder.device)
         rows_R = torch.tensor(wanted, dtype=torch.int64, device=decoder.device)
-        return decoder.hidden(tokens_T, layout.attend, rows_R, StepAdapters.of(adapters, wanted, decoder.device))
+        step_adapters = StepAdapters.of(adapters, wanted, decoder.device)
+        x_RE = decoder.hidden(tokens_T, layout.attend, rows_R, step_adapters)
+        if decoder.expert_tokens_LX is not None:
+            before_LX = self._expert_tokens_LX
+            self._expert_tokens_LX = decoder.expert_tokens_LX + (0 if before_LX is None else before_LX)
+        return x_RE
 
     def _singly(self, rows: Sequence[RowSpan], feed: Feed) -> Tensor:
         """The same, with a forward for each position."""
+        wanted = [*feed.rows, *feed.scored_rows]
+        is_wanted = set(wanted)
         positions = [RowSpan(p, 1, row.table) for row in rows for p in range(row.start, row.context)]
-        tokens = list(chain.from_iterable(feed.tokens))
-        hidden = [
-            self._forward([position], [token], [0], feed.adapters[index : index + 1])
-            for index, (position, token) in enumerate(zip(positions, tokens, strict=True))
-        ]
-        return torch.cat(hidden)[[*feed.rows, *feed.scored_rows]]
+        hidden = {
+            index: self._forward(
+                [position], [token], [0] if index in is_wanted else [], feed.adapters[index : index + 1]
+            )
+            for index, (position, token) in enumerate(zip(positions, chain.from_iterable(feed.tokens), strict=True))
+        }
+        return torch.cat([hidden[index] for index in wanted] or [hidden[0]])
 
     def _logits(self, x_RE: Tensor, room_RV: Tensor | None = None) -> Tensor:
         if not self._one_at_a_time:

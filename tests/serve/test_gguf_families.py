@@ -1,16 +1,20 @@
 """GGUF files of every architecture, written as llama.cpp's converter writes them, are transformers' models."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from batchwright.errors import BatchwrightError, UnsupportedModel
 from batchwright.serve import weights
+from batchwright.serve.gguf_file import GgufFile
 from tests.serve.conftest import DenseCache
 from tests.serve.families import NUM_VOCAB, reference_logits, tiny_model
 
@@ -221,3 +225,37 @@ def test_metadata_that_contradicts_the_tensors_is_told(case: str, extra: dict, f
     path = write(tmp_path / "tiny.gguf", tiny_model(family, **changes), family, **usual | extra)
     with pytest.raises(BatchwrightError, match=fact):
         weights.load(path)
+
+
+VALUES = st.recursive(
+    st.booleans()
+    | st.sampled_from([0, 1, -1, 3, 7, 64, 2**31, 2**63])
+    | st.sampled_from([0.0, 0.5, -1.0, 1e-45, 3e38, float("nan"), float("inf")])
+    | st.sampled_from(["", "x", "yarn", "linear", "longrope", "llama", "gemma3", "qwen3moe"]),
+    lambda inner: st.lists(inner, max_size=4),
+    max_leaves=5,
+)
+EXTRA = (
+    "attention.sliding_window", "attention.scale", "rope.scaling.type", "rope.scaling.factor", "expert_count",
+    "rope.scaling.original_context_length", "expert_used_count", "expert_feed_forward_length", "vocab_size",
+    "rope.freq_base", "rope.dimension_count", "attn_logit_softcapping", "final_logit_softcapping",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["llama", "mixtral", "smollm3", "qwen2-yarn", "qwen3moe", "gemma2", "gemma3"])
+def test_any_metadata_loads_or_is_one_of_our_errors(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of every key of the wrong kind, huge, negative, listed, or absent."""
+    family, changes, extra = CASES[case]
+    read = GgufFile(write(tmp_path / "tiny.gguf", tiny_model(family, **changes), family, **extra))
+    whole, prefix = dict(read.metadata), read.metadata["general.architecture"]
+    keys = sorted({*whole, *(f"{prefix}.{key}" for key in EXTRA), "split.count"})
+    monkeypatch.setattr(weights, "GgufFile", lambda path: read)
+
+    @settings(max_examples=60, deadline=None)
+    @given(changed=st.dictionaries(st.sampled_from(keys), st.none() | VALUES, min_size=1, max_size=3))
+    def check(changed: dict[str, Any]) -> None:
+        read.metadata = {key: value for key, value in (whole | changed).items() if value is not None}
+        with suppress(BatchwrightError):
+            weights.load(read.path)
+
+    check()

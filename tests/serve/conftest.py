@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -79,6 +78,7 @@ MakeAdapter = Callable[..., Made]
 @pytest.fixture
 def make_adapter(tmp_path: Path) -> MakeAdapter:
     """Wraps a checkpoint with PEFT, gives the adapter random values, and saves it."""
+    from peft import LoraConfig, get_peft_model  # where only the GPU tests run, it is not installed
 
     def make(
         checkpoint: Path, name: str = "adapter", seed: int = 0, tokens_T: Tensor = SOME_TOKENS_T, **lora: Any

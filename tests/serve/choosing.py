@@ -18,10 +18,10 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from batchwright.serve.filters import Limits, kept, whole
+from batchwright.serve.filters import Limits, kept, most_typical
 from batchwright.serve.params import SamplingParams
 from batchwright.serve.ranking import likeliest
-from batchwright.serve.sampling import Row, Sampled, Sampler
+from batchwright.serve.sampling import Row, Sampled, Sampler, _Way
 
 CPU = torch.device("cpu")
 
@@ -68,9 +68,11 @@ def distribution(logits_BV: Tensor, asked: Sequence[Asked]) -> Tensor:
     processed_BV = sampler._processed(logits_BV, rows, None)
     rate_B, *limits = sampler._settings_SP[torch.tensor([row.slot.index for row in rows])].unbind(1)
     scores_BV, room_BV = sampler._scores(processed_BV, likeliest(processed_BV)[0], torch.arange(len(rows)), rate_B)
-    whole_B = whole(scores_BV, room_BV)
     weight_BV = torch.zeros_like(scores_BV, dtype=torch.float64)
-    for row_G, id_GC, weight_GC in kept(scores_BV, whole_B, Limits(*limits)):
+    groups = kept(scores_BV, scores_BV.softmax(-1), Limits(*limits))
+    if all(row.slot.way is _Way.TYPICAL for row in rows):
+        groups = most_typical(scores_BV, limits[-1], room_BV)
+    for row_G, id_GC, weight_GC in groups:
         weight_BV[row_G[:, None], id_GC] = weight_GC
     weight_BV = weight_BV[:, : logits_BV.shape[1]]
     return weight_BV / weight_BV.sum(-1, keepdim=True)

@@ -1,8 +1,9 @@
 """Top-k, top-p, min-p and typical sampling: which tokens stay, and a draw from those.
 
-Every filter but typical keeps the likeliest tokens down to some edge, so few need to be looked at: the 64 likeliest
-first; the 4,096 likeliest of rows whose edge is not among these; at last all tokens. What a row gets never depends on
-the other rows: weights are integers (see `draws`), ranks have no ties, and a row's own logits say how far to look.
+Every filter keeps the highest tokens down to some edge, by likelihood or (typical) by another measure. So few need to
+be looked at: the 64 highest first; more of the rows whose edge is not among these, at last all. What a row gets never
+depends on the other rows: weights are integers (see `draws`), ranks have no ties, and a row's own logits say how far
+to look.
 Order as in transformers' `generate`: top-k, top-p, min-p, typical, each over what the one before left. (vLLM has min-p
 before the other two, which can only differ in what top-p takes 1 to be.) Sources: top-p, Holtzman et al.,
 arXiv 1904.09751; min-p, Nguyen et al., arXiv 2407.01082; typical, Meister et al., arXiv 2202.00666.
@@ -11,18 +12,19 @@ Shapes: R rows, G of these, V vocabulary, C candidates, the likeliest first.
 """
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from batchwright.serve.draws import NUM_WEIGHT_BITS, pick, weights
+from batchwright.serve.draws import FOLD, NUM_SHARE_BITS, NUM_WEIGHT_BITS, folded, pick, weights, whole_units
 from batchwright.serve.ranking import ranked
 from batchwright.serve.rows import entries
 
-NUM_RANKED = (64, 4096)
-_LARGEST_GAP = (NUM_WEIGHT_BITS + 1) * math.log(2)  # of scores below the highest, that any weight is left of
+OFF = (math.inf, math.inf, 0.0, 1.0)
+NUM_RANKED = (64, 1024, 16_384)
+_NEVER = -1e4  # a score whose token has no weight; unlike -inf it can be multiplied with that
 
 
 class Limits(NamedTuple):
@@ -34,75 +36,132 @@ class Limits(NamedTuple):
     typical_p_R: Tensor
 
 
-OFF = (math.inf, math.inf, 0.0, 1.0)
+class Kept(NamedTuple):
+    """A group of rows, their candidates, and the weights of these: 0 for what is cut, the last ones or not."""
+
+    row_G: Tensor
+    id_GC: Tensor
+    weight_GC: Tensor
 
 
-def whole(scores_RV: Tensor, room_RV: Tensor) -> Tensor:
-    """The weight_R of all tokens of a row, in units of `weights`, to about 1e-5 of it; `room` is written over."""
-    return 2.0**NUM_WEIGHT_BITS / torch.softmax(scores_RV, -1, out=room_RV).amax(-1).double()
+class _Keep(Protocol):
+    """Says what is kept of rows' candidates, and which rows these settle. `is_all`: there are no more tokens."""
+
+    def __call__(self, row_R: Tensor, id_RC: Tensor, *, is_all: bool) -> tuple[Kept, Tensor]: ...
 
 
-def draw_filtered(scores_RV: Tensor, whole_R: Tensor, limits: Limits, uniform_R: Tensor) -> Tensor:
-    """A token_R of each row, from what `kept` keeps."""
-    token_R = torch.empty(len(scores_RV), dtype=torch.int64, device=scores_RV.device)
-    for row_G, id_GC, weight_GC in kept(scores_RV, whole_R, limits):
+def draw_filtered(scores_RV: Tensor, limits: Limits, uniform_R: Tensor, room_RV: Tensor | None) -> Tensor:
+    """A token_R of each row, by top-k, top-p, min-p, and typical behind one of them. A row's highest score is 0.
+
+    `room`, which is written over, is None where nobody asks for top-p without top-k.
+    """
+    share_RV = None if room_RV is None else torch.softmax(scores_RV, -1, out=room_RV)
+    return _drawn(kept(scores_RV, share_RV, limits), uniform_R)
+
+
+def draw_typical(scores_RV: Tensor, typical_p_R: Tensor, uniform_R: Tensor, room_RV: Tensor) -> Tensor:
+    """A token_R of each row, by typical sampling alone. `scores` and `room` are written over."""
+    return _drawn(most_typical(scores_RV, typical_p_R, room_RV), uniform_R)
+
+
+def kept(scores_RV: Tensor, share_RV: Tensor | None, limits: Limits) -> Iterator[Kept]:
+    """What the filters keep. `share_RV`, of the whole, may be missing where nobody asks for top-p without top-k."""
+
+    def keep(row_R: Tensor, id_RC: Tensor, *, is_all: bool) -> tuple[Kept, Tensor]:
+        its_limits = Limits(*(limit_R[row_R] for limit_R in limits))
+        score_RC = scores_RV[row_R[:, None], id_RC]
+        weight_RC, first_R = weights(score_RC.exp()), id_RC[:, 0]
+        whole_R = torch.ones_like(first_R) if share_RV is None else weight_RC[:, 0] / share_RV[row_R, first_R]
+        weight_RC, is_settled_R = _filtered(weight_RC, score_RC, whole_R, its_limits, is_all=is_all)
+        if any_typical:
+            id_RC, weight_RC = _typical(id_RC, weight_RC, score_RC, its_limits.typical_p_R)
+        return Kept(row_R, id_RC, weight_RC), is_settled_R
+
+    any_typical = bool((limits.typical_p_R < 1).any())
+    return _settled(scores_RV, keep)
+
+
+def most_typical(scores_RV: Tensor, typical_p_R: Tensor, room_RV: Tensor) -> Iterator[Kept]:
+    """What typical sampling keeps of all tokens."""
+    share_RV = torch.softmax(scores_RV, -1, out=room_RV)
+    surprise_RV = scores_RV.clamp_(min=_NEVER).neg_()  # beyond the likeliest token's
+    mean_RN = whole_units(folded((share_RV * surprise_RV).view(len(share_RV), FOLD, -1)))
+    mean_R1 = mean_RN.sum(-1, keepdim=True) * 2.0**-NUM_SHARE_BITS
+    nearness_RV = surprise_RV.sub_(mean_R1.float()).abs_().neg_()
+
+    def keep(row_R: Tensor, id_RC: Tensor, *, is_all: bool) -> tuple[Kept, Tensor]:
+        weight_RC, nearness_RC = whole_units(share_RV[row_R[:, None], id_RC]), nearness_RV[row_R[:, None], id_RC]
+        edge_R1 = _edge(nearness_RC, weight_RC.cumsum(-1) * 2.0**-NUM_SHARE_BITS, typical_p_R[row_R])
+        is_settled_R = (edge_R1[:, 0] > nearness_RC[:, -1]) | is_all
+        return Kept(row_R, id_RC, weight_RC * (nearness_RC >= edge_R1)), is_settled_R
+
+    return _settled(nearness_RV, keep)
+
+
+def _drawn(groups: Iterable[Kept], uniform_R: Tensor) -> Tensor:
+    token_R = torch.empty(len(uniform_R), dtype=torch.int64, device=uniform_R.device)
+    for row_G, id_GC, weight_GC in groups:
         token_R[row_G] = entries(id_GC, pick(weight_GC, uniform_R[row_G])[0])
     return token_R
 
 
-def kept(scores_RV: Tensor, whole_R: Tensor, limits: Limits) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """What the filters keep, in groups of rows: which these are, their candidates, and the weights, 0 for what is cut.
-
-    A row's highest score is 0. `whole_R`, of all its tokens, matters only where top-p is asked for without top-k.
-    """
-    num_tokens = scores_RV.shape[1]
-    row_R = torch.arange(len(scores_RV), device=scores_RV.device)
+def _settled(rank_RV: Tensor, keep: _Keep) -> Iterator[Kept]:
+    """What `keep` keeps of few of the highest tokens, or of more where these don't settle it."""
+    num_tokens = rank_RV.shape[1]
+    row_R = torch.arange(len(rank_RV), device=rank_RV.device)
     for num in (*(num for num in NUM_RANKED if num < num_tokens), num_tokens):
-        id_RC = ranked(scores_RV, num)
-        weight_RC, is_settled_R = _filtered(scores_RV.gather(1, id_RC), whole_R, limits, is_all=num == num_tokens)
+        group, is_settled_R = keep(row_R, ranked(rank_RV, num), is_all=num == num_tokens)
         if bool(is_settled_R.all()):
-            yield row_R, id_RC, weight_RC
+            yield group
             return
-        yield row_R[is_settled_R], id_RC[is_settled_R], weight_RC[is_settled_R]
-        rest_R = ~is_settled_R
-        row_R, scores_RV, whole_R = row_R[rest_R], scores_RV[rest_R], whole_R[rest_R]
-        limits = Limits(*(limit_R[rest_R] for limit_R in limits))
+        yield Kept(*(part[is_settled_R] for part in group))
+        row_R, rank_RV = row_R[~is_settled_R], rank_RV[~is_settled_R]
 
 
-def _filtered(scores_RC: Tensor, whole_R: Tensor, limits: Limits, *, is_all: bool) -> tuple[Tensor, Tensor]:
-    """The candidates' weights, 0 where a filter rules one out, and whether the rest of the tokens can't matter."""
-    weight_RC, last_R1 = weights(scores_RC.exp()), scores_RC[:, -1:]
+def _filtered(
+    weight_RC: Tensor, scores_RC: Tensor, whole_R: Tensor, limits: Limits, *, is_all: bool
+) -> tuple[Tensor, Tensor]:
+    """The candidates' weights, 0 where a filter rules one out, and whether the rest of the tokens can't matter.
+
+    `whole_R`: all tokens' weight, to about 1e-5 of it.
+    """
+    last_R1 = scores_RC[:, -1:]
     is_all_R1 = (weight_RC[:, -1:] == 0) | is_all
     kth_R1 = scores_RC.gather(1, limits.top_k_R.clamp(max=scores_RC.shape[1]).long()[:, None] - 1)
     is_cut_R1 = (kth_R1 > last_R1) | is_all_R1  # by top-k, which keeps what equals the k-th
 
     kept_RC = weight_RC * (scores_RC >= kth_R1)
-    whole_R1 = torch.where(is_cut_R1, kept_RC.sum(-1, keepdim=True), whole_R[:, None])
-    before_RC = kept_RC.cumsum(-1) - kept_RC
-    inside_RC = before_RC / whole_R1 < limits.top_p_R[:, None]
+    cumulative_RC = kept_RC.cumsum(-1)
+    whole_R1 = torch.where(is_cut_R1, cumulative_RC[:, -1:], whole_R[:, None])
+    inside_RC = (cumulative_RC - kept_RC) / whole_R1 < limits.top_p_R[:, None]
     kept_RC *= inside_RC & (kept_RC >= limits.min_p_R[:, None] * 2.0**NUM_WEIGHT_BITS)
 
     lowest_R = entries(scores_RC, (kept_RC > 0).sum(-1) - 1)
     is_bounded_R1 = torch.isinf(limits.top_k_R)[:, None] | is_cut_R1
     is_settled_R1 = (lowest_R[:, None] > last_R1) & is_bounded_R1 | is_all_R1
-    return _typical(kept_RC, scores_RC, limits.typical_p_R), is_settled_R1[:, 0]
+    return kept_RC, is_settled_R1[:, 0]
 
 
-def _typical(weight_RC: Tensor, scores_RC: Tensor, typical_p_R: Tensor) -> Tensor:
-    """The weights, 0 where a token is less typical than those that together weigh `typical_p` of the whole.
+def _typical(id_RC: Tensor, weight_RC: Tensor, scores_RC: Tensor, typical_p_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Candidates and weights in another order, 0 for those that typical sampling rules out.
 
-    A token is the more typical, the closer its surprise is to the mean surprise of all. Both are taken relative to the
-    likeliest token's, which changes no distance. Equals at the edge stay.
+    A token is the more typical, the closer its surprise is to the mean surprise of all; both are taken relative to the
+    likeliest token's. Equals at the edge stay.
     """
-    is_asked_R = typical_p_R < 1
-    if not bool(is_asked_R.any()):
-        return weight_RC
-    gap_RC = (-scores_RC).clamp(max=_LARGEST_GAP).double()
-    whole_R1 = weight_RC.sum(-1, keepdim=True)
-    mean_R1 = (weight_RC * gap_RC).round_().sum(-1, keepdim=True) / whole_R1  # exact sums: gap * exp(-gap) < 1
-    nearness_RC = torch.where(weight_RC > 0, -(gap_RC - mean_R1).abs(), -math.inf).float()
+    surprise_RC = -scores_RC.clamp(min=_NEVER).double()
+    cumulative_RC = weight_RC.cumsum(-1)
+    whole_R1 = cumulative_RC[:, -1:]
+    mean_R1 = (weight_RC * surprise_RC).round_().sum(-1, keepdim=True) / whole_R1  # exact sums: x * exp(-x) < 1
+    is_asked_R1 = typical_p_R[:, None] < 1
+    nearness_RC = torch.where(weight_RC > 0, -(surprise_RC - mean_R1).abs(), -math.inf)
+    nearness_RC = torch.where(is_asked_R1, nearness_RC, scores_RC).float()
     place_RC = ranked(nearness_RC, nearness_RC.shape[1])
-    reached_RC = weight_RC.gather(1, place_RC).cumsum(-1) / whole_R1
+    nearness_RC, weight_RC = nearness_RC.gather(1, place_RC), weight_RC.gather(1, place_RC)
+    edge_R1 = _edge(nearness_RC, weight_RC.cumsum(-1) / whole_R1, typical_p_R)
+    return id_RC.gather(1, place_RC), weight_RC * ((nearness_RC >= edge_R1) | ~is_asked_R1)
+
+
+def _edge(nearness_RC: Tensor, reached_RC: Tensor, typical_p_R: Tensor) -> Tensor:
+    """edge_R1: the nearness of the token with which the share reached is `typical_p`; nearest come first."""
     num_before_R = (reached_RC < typical_p_R[:, None]).sum(-1).clamp_(max=nearness_RC.shape[1] - 1)
-    edge_R = entries(nearness_RC, entries(place_RC, num_before_R))
-    return weight_RC * ((nearness_RC >= edge_R[:, None]) | ~is_asked_R[:, None])
+    return entries(nearness_RC, num_before_R)[:, None]

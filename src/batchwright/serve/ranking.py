@@ -1,14 +1,16 @@
 """The likeliest tokens of a row, in the one order that is used everywhere: by logit, equals by lower id.
 
-A logit and its id make one integer, in that order; integers sort several times faster than floats with indices do, and
-no tie is left to a sort's chance. Few tokens of many are found in the blocks with the highest maxima: any token of
-another block is beaten in each of them.
+A logit and its place make one integer, in that order: integers sort several times faster than floats with indices do,
+and no tie is left to a sort's chance. Few tokens of many are found in the blocks with the highest maxima: any token of
+another block is beaten in each of them. On a CPU it is numpy that partitions and sorts, with vectors: torch takes
+several times longer.
 
-Shapes: R rows, V vocabulary, C candidates in order, N blocks of K tokens.
+Shapes: R rows, V vocabulary, C candidates in order, N blocks of K tokens, or N of anything.
 """
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from batchwright.serve.kernels import calls
@@ -17,7 +19,7 @@ from batchwright.serve.rows import blocks, entries
 
 BLOCK = 64
 _BLOCK_OF_ARGMAX = 256
-_ID = (1 << 32) - 1
+_PLACE = (1 << 32) - 1
 
 
 def likeliest(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,32 +39,50 @@ def likeliest(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
 
 def ranked(logits_RV: Tensor, num: int) -> Tensor:
     """ids_RC of the `num` likeliest tokens, or of all if there are not so many. No logit is NaN."""
-    num_tokens = logits_RV.shape[1]
-    num = min(num, num_tokens)
-    if num * BLOCK >= num_tokens:
-        return _first(_keys(logits_RV, torch.arange(num_tokens, device=logits_RV.device)), num)
+    num = min(num, logits_RV.shape[1])
+    if num * BLOCK >= logits_RV.shape[1]:
+        return _highest(logits_RV, num)
     logits_RNK = blocks(logits_RV, BLOCK)
-    block_RC = _first(_keys(logits_RNK.amax(-1), torch.arange(logits_RNK.shape[1], device=logits_RV.device)), num)
-    id_RCK = block_RC[:, :, None] * BLOCK + torch.arange(BLOCK, device=logits_RV.device)
+    block_RC = _highest(logits_RNK.amax(-1), num).sort(-1).values  # ascending, so that places below ascend with ids
     row_R1 = torch.arange(len(logits_RV), device=logits_RV.device)[:, None]
-    return _first(_keys(logits_RNK[row_R1, block_RC], id_RCK).flatten(1), num)
+    place_RC = _highest(logits_RNK[row_R1, block_RC].flatten(1), num)
+    return block_RC.gather(1, place_RC // BLOCK) * BLOCK + place_RC % BLOCK
 
 
-def _keys(logits: Tensor, ids: Tensor) -> Tensor:
-    """One integer each, lower for what comes first: in the upper half the logit's rank, in the lower the id.
+def _highest(logits_RN: Tensor, num: int) -> Tensor:
+    """place_RC of the `num` highest, in order; equals by lower place."""
+    if logits_RN.device.type != "cpu":
+        keys_RN = _keys(logits_RN, torch.arange(logits_RN.shape[1], device=logits_RN.device))
+        return keys_RN.topk(num, largest=False, sorted=True).values & _PLACE
+    place_RC = torch.from_numpy(_highest_in_no_order(logits_RN.numpy(), num))
+    return torch.from_numpy(np.sort(_keys(logits_RN.gather(1, place_RC), place_RC).numpy())) & _PLACE
+
+
+def _keys(logits: Tensor, places: Tensor) -> Tensor:
+    """One integer each, lower for what comes first: in the upper half the logit's rank, in the lower the place.
 
     The bits of a float, read as an integer, ascend with it where it is positive and descend where it is negative.
     """
     bits = (logits + 0.0).view(torch.int32)  # -0 becomes 0, which it equals
     ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return torch.sub(ids, ascending, alpha=1 << 32)
+    return torch.sub(places, ascending, alpha=1 << 32)
 
 
-def _first(keys_RN: Tensor, num: int) -> Tensor:
-    """The ids of the `num` lowest keys of each row, in order."""
-    if keys_RN.device.type != "cpu":
-        return keys_RN.topk(num, largest=False, sorted=True).values & _ID
-    keys = keys_RN.numpy()  # whose sort and partition are vectorised: torch's take several times longer
-    if num < keys.shape[1]:
-        keys = np.partition(keys, num - 1)[:, :num]
-    return torch.from_numpy(np.sort(keys)) & _ID
+def _highest_in_no_order(logits_RN: NDArray[np.float32], num: int) -> NDArray[np.int64]:
+    """All that reach the `num`-th highest, which are more only where others equal that."""
+    num_rows, width = logits_RN.shape
+    if num == width:
+        return np.broadcast_to(np.arange(width), logits_RN.shape).copy()
+    edge_R1 = np.partition(logits_RN, width - num)[:, width - num, None]
+    reaching = np.flatnonzero(logits_RN >= edge_R1)
+    if len(reaching) == num_rows * num:
+        return reaching.reshape(num_rows, num) % width
+    return np.stack(
+        [_highest_with_equals(logits_N, edge, num) for logits_N, edge in zip(logits_RN, edge_R1, strict=True)]
+    )
+
+
+def _highest_with_equals(logits_N: NDArray[np.float32], edge: NDArray[np.float32], num: int) -> NDArray[np.int64]:
+    above, at = np.flatnonzero(logits_N > edge), np.flatnonzero(logits_N == edge)
+    places: NDArray[np.int64] = np.concatenate([above, at[: num - len(above)]])
+    return places

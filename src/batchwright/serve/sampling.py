@@ -19,6 +19,7 @@ Shapes: B rows of the batch, R some of those rows, S slots, P settings, V vocabu
 import math
 import weakref
 from collections.abc import Collection, Sequence
+from enum import Enum, auto
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +32,7 @@ from batchwright.serve import biases, penalties
 from batchwright.serve.bad_words import BadWords, WordsOfRow, completions
 from batchwright.serve.biases import TokensOfRow
 from batchwright.serve.draws import FOLD, MAX_VOCABULARY, draw
-from batchwright.serve.filters import OFF, Limits, draw_filtered, whole
+from batchwright.serve.filters import OFF, Limits, draw_filtered, draw_typical
 from batchwright.serve.params import SamplingParams
 from batchwright.serve.penalties import History, PenalisedRow, Penalties
 from batchwright.serve.ranking import likeliest
@@ -43,6 +44,14 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 _NUM_SETTINGS = 1 + len(OFF)  # one over the temperature, then the limits
 
 
+class _Way(Enum):
+    """How a row is drawn, if it is."""
+
+    PLAIN = auto()
+    FILTERED = auto()
+    TYPICAL = auto()
+
+
 class Slot:
     """A request's place in a sampler's tables, which is given to another when nobody holds this any more.
 
@@ -50,8 +59,8 @@ class Slot:
     """
 
     __slots__ = (
-        "__weakref__", "allowed", "bad_words", "bias", "end_ids", "history", "index", "is_drawn", "is_filtered",
-        "min_end", "needs_whole", "num_logprobs", "penalties",
+        "__weakref__", "allowed", "bad_words", "bias", "end_ids", "history", "index", "min_end", "needs_whole",
+        "num_logprobs", "penalties", "way",
     )  # fmt: skip
 
     def __init__(
@@ -64,8 +73,7 @@ class Slot:
     ) -> None:
         self.index = index
         self.num_logprobs = params.logprobs
-        self.is_drawn = params.temperature > 0
-        self.is_filtered = limits != OFF
+        self.way = _way(limits) if params.temperature > 0 else None
         self.needs_whole = params.top_p < 1 and limits[0] == OFF[0]
         self.bias = _bias(params)
         self.allowed = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids)
@@ -142,12 +150,8 @@ class Sampler:
         peak_B, token_B = likeliest(processed_BV)
         peaks: list[float] = peak_B.tolist()
         sound = [math.isfinite(peak) for peak in peaks]
-        for is_filtered in (False, True):
-            drawn = [
-                i
-                for i, (row, is_sound) in enumerate(zip(rows, sound, strict=True))
-                if row.slot.is_drawn and row.slot.is_filtered is is_filtered and is_sound
-            ]
+        for way in _Way:
+            drawn = [i for i, row in enumerate(rows) if row.slot.way is way and sound[i]]
             for part in portions(len(drawn), self.num_vocab, self._device):
                 self._draw(processed_BV, peak_B, token_B, rows, drawn[part])
         tokens: list[int] = token_B.tolist()
@@ -199,19 +203,22 @@ class Sampler:
     def _draw(
         self, logits_BV: Tensor, peak_B: Tensor, token_B: Tensor, rows: Sequence[Row], drawn: Sequence[int]
     ) -> None:
-        """Put drawn tokens in the place of the likeliest; of the rows either all are filtered or none."""
+        """Put drawn tokens in the place of the likeliest; all rows are drawn in one way."""
         row_R = torch.tensor(drawn, device=self._device)
         slots = [rows[i].slot for i in drawn]
         slot_R = torch.tensor([slot.index for slot in slots], device=self._device)
         position_R = torch.tensor([rows[i].end for i in drawn], device=self._device)
         uniform_R = uniforms(self._streams_S[slot_R], position_R)
-        rate_R, *limits = self._settings_SP[slot_R].unbind(1)
+        rate_R, *limits_R = self._settings_SP[slot_R].unbind(1)
+        limits = Limits(*limits_R)
         scores_RV, room_RV = self._scores(logits_BV, peak_B, row_R, rate_R)
-        if not slots[0].is_filtered:
+        if slots[0].way is _Way.PLAIN:
             token_B[row_R] = draw(scores_RV, uniform_R, room_RV)
-            return
-        whole_R = whole(scores_RV, room_RV) if any(slot.needs_whole for slot in slots) else torch.ones_like(uniform_R)
-        token_B[row_R] = draw_filtered(scores_RV, whole_R, Limits(*limits), uniform_R)
+        elif slots[0].way is _Way.TYPICAL:
+            token_B[row_R] = draw_typical(scores_RV, limits.typical_p_R, uniform_R, room_RV)
+        else:
+            needs_room = any(slot.needs_whole for slot in slots)
+            token_B[row_R] = draw_filtered(scores_RV, limits, uniform_R, room_RV if needs_room else None)
 
     def _scores(self, logits_BV: Tensor, peak_B: Tensor, row_R: Tensor, rate_R: Tensor) -> tuple[Tensor, Tensor]:
         """Logits over temperature, and room for as many.
@@ -255,6 +262,12 @@ def _limits(params: SamplingParams, num_vocab: int) -> tuple[float, ...]:
         params.min_p,
         params.typical_p,
     )
+
+
+def _way(limits: tuple[float, ...]) -> _Way:
+    if limits == OFF:
+        return _Way.PLAIN
+    return _Way.TYPICAL if limits[:-1] == OFF[:-1] else _Way.FILTERED
 
 
 def _bias(params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:

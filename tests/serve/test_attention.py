@@ -120,6 +120,13 @@ def test_any_window_cap_and_scale_does_what_it_says(rows: list[RowSpan], does: L
     assert worst(rows, does=does) < 1e-5
 
 
+@pytest.mark.parametrize("window", [1, 16, 17, 18])
+@pytest.mark.parametrize("start", [0, 1])
+def test_a_chunk_may_be_as_long_as_its_window(start: int, window: int) -> None:
+    """One more position, and the last no longer sees the first."""
+    assert worst([RowSpan(start, 17, tuple(range(5)))], does=PLAIN._replace(window=window)) < 1e-5
+
+
 @settings(max_examples=20)
 @given(steps())
 def test_bfloat16_attends_nearly_the_same(rows: list[RowSpan]) -> None:

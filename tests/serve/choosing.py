@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from batchwright.serve.filters import Limits, kept, most_typical
+from batchwright.serve.filters import kept, most_typical
 from batchwright.serve.params import SamplingParams
 from batchwright.serve.ranking import likeliest
 from batchwright.serve.sampling import Row, Sampled, Sampler, _Way
@@ -66,12 +66,13 @@ def distribution(logits_BV: Tensor, asked: Sequence[Asked]) -> Tensor:
     sampler = Sampler(logits_BV.shape[1], CPU)
     rows = [one.row(sampler) for one in asked]
     processed_BV = sampler._processed(logits_BV, rows, None)
-    rate_B, *limits = sampler._settings_SP[torch.tensor([row.slot.index for row in rows])].unbind(1)
+    settings_BP = torch.from_numpy(sampler._settings_SP[[row.slot.index for row in rows]])
+    rate_B, limits_BL = settings_BP[:, 0].float(), settings_BP[:, 1:]
     scores_BV, room_BV = sampler._scores(processed_BV, likeliest(processed_BV)[0], torch.arange(len(rows)), rate_B)
     weight_BV = torch.zeros_like(scores_BV, dtype=torch.float64)
-    groups = kept(scores_BV, scores_BV.softmax(-1), Limits(*limits))
+    groups = kept(scores_BV, scores_BV.softmax(-1), limits_BL)
     if all(row.slot.way is _Way.TYPICAL for row in rows):
-        groups = most_typical(scores_BV, limits[-1], room_BV)
+        groups = most_typical(scores_BV, limits_BL[:, -1], room_BV)
     for row_G, id_GC, weight_GC in groups:
         weight_BV[row_G[:, None], id_GC] = weight_GC
     weight_BV = weight_BV[:, : logits_BV.shape[1]]

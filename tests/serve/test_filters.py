@@ -94,6 +94,6 @@ def test_a_cut_does_not_wait_for_tokens_without_weight():
     """A row of three tokens and otherwise -inf is settled among the first 64, though top-p would look on."""
     logits_1V = torch.full((1, 10_000), -math.inf)
     logits_1V[0, [4, 70, 9000]] = torch.tensor([1.0, 2.0, 3.0])
-    limits = filters.Limits(*(torch.tensor([off], dtype=torch.float64) for off in filters.OFF))
-    groups = list(filters.kept(logits_1V - 3, None, limits))
+    limits_1L = torch.tensor([filters.OFF], dtype=torch.float64)
+    groups = list(filters.kept(logits_1V - 3, None, limits_1L))
     assert [tuple(ids.shape) for _, ids, _ in groups] == [(1, 64)]

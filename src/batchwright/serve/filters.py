@@ -8,7 +8,8 @@ Order as in transformers' `generate`: top-k, top-p, min-p, typical, each over wh
 before the other two, which can only differ in what top-p takes 1 to be.) Sources: top-p, Holtzman et al.,
 arXiv 1904.09751; min-p, Nguyen et al., arXiv 2407.01082; typical, Meister et al., arXiv 2202.00666.
 
-Shapes: R rows, G of these, V vocabulary, C candidates, the likeliest first.
+Shapes: R rows, G of these, V vocabulary, C candidates, the likeliest first,
+L the fields of `Limits`.
 """
 
 import math
@@ -28,7 +29,7 @@ _NEVER = -1e4  # a score whose token has no weight; unlike -inf it can be multip
 
 
 class Limits(NamedTuple):
-    """What each row asks for, in float64; `OFF` asks for nothing."""
+    """What each row asks for, in float64: the columns of limits_RL. `OFF` asks for nothing."""
 
     top_k_R: Tensor
     top_p_R: Tensor
@@ -50,13 +51,13 @@ class _Keep(Protocol):
     def __call__(self, row_R: Tensor, id_RC: Tensor, *, is_all: bool) -> tuple[Kept, Tensor]: ...
 
 
-def draw_filtered(scores_RV: Tensor, limits: Limits, uniform_R: Tensor, room_RV: Tensor | None) -> Tensor:
+def draw_filtered(scores_RV: Tensor, limits_RL: Tensor, uniform_R: Tensor, room_RV: Tensor | None) -> Tensor:
     """A token_R of each row, by top-k, top-p, min-p, and typical behind one of them. A row's highest score is 0.
 
     `room`, which is written over, is None where nobody asks for top-p without top-k.
     """
     share_RV = None if room_RV is None else torch.softmax(scores_RV, -1, out=room_RV)
-    return _drawn(kept(scores_RV, share_RV, limits), uniform_R)
+    return _drawn(kept(scores_RV, share_RV, limits_RL), uniform_R)
 
 
 def draw_typical(scores_RV: Tensor, typical_p_R: Tensor, uniform_R: Tensor, room_RV: Tensor) -> Tensor:
@@ -64,20 +65,20 @@ def draw_typical(scores_RV: Tensor, typical_p_R: Tensor, uniform_R: Tensor, room
     return _drawn(most_typical(scores_RV, typical_p_R, room_RV), uniform_R)
 
 
-def kept(scores_RV: Tensor, share_RV: Tensor | None, limits: Limits) -> Iterator[Kept]:
+def kept(scores_RV: Tensor, share_RV: Tensor | None, limits_RL: Tensor) -> Iterator[Kept]:
     """What the filters keep. `share_RV`, of the whole, may be missing where nobody asks for top-p without top-k."""
 
     def keep(row_R: Tensor, id_RC: Tensor, *, is_all: bool) -> tuple[Kept, Tensor]:
-        its_limits = Limits(*(limit_R[row_R] for limit_R in limits))
+        limits = Limits(*limits_RL[row_R].unbind(1))
         score_RC = scores_RV[row_R[:, None], id_RC]
         weight_RC, first_R = weights(score_RC.exp()), id_RC[:, 0]
         whole_R = torch.ones_like(first_R) if share_RV is None else weight_RC[:, 0] / share_RV[row_R, first_R]
-        weight_RC, is_settled_R = _filtered(weight_RC, score_RC, whole_R, its_limits, is_all=is_all)
+        weight_RC, is_settled_R = _filtered(weight_RC, score_RC, whole_R, limits, is_all=is_all)
         if any_typical:
-            id_RC, weight_RC = _typical(id_RC, weight_RC, score_RC, its_limits.typical_p_R)
+            id_RC, weight_RC = _typical(id_RC, weight_RC, score_RC, limits.typical_p_R)
         return Kept(row_R, id_RC, weight_RC), is_settled_R
 
-    any_typical = bool((limits.typical_p_R < 1).any())
+    any_typical = bool((Limits(*limits_RL.unbind(1)).typical_p_R < 1).any())
     return _settled(scores_RV, keep)
 
 

@@ -17,7 +17,8 @@ from batchwright.serve.kernels import calls
 from batchwright.serve.kernels.build import loaded
 from batchwright.serve.rows import blocks, entries
 
-BLOCK = 64
+_BLOCK_BITS = 6
+BLOCK = 1 << _BLOCK_BITS
 _BLOCK_OF_ARGMAX = 256
 _PLACE = (1 << 32) - 1
 
@@ -46,7 +47,7 @@ def ranked(logits_RV: Tensor, num: int) -> Tensor:
     block_RC = _highest(logits_RNK.amax(-1), num).sort(-1).values  # ascending, so that places below ascend with ids
     row_R1 = torch.arange(len(logits_RV), device=logits_RV.device)[:, None]
     place_RC = _highest(logits_RNK[row_R1, block_RC].flatten(1), num)
-    return block_RC.gather(1, place_RC // BLOCK) * BLOCK + place_RC % BLOCK
+    return block_RC.gather(1, place_RC >> _BLOCK_BITS) * BLOCK + (place_RC & (BLOCK - 1))
 
 
 def _highest(logits_RN: Tensor, num: int) -> Tensor:
@@ -76,7 +77,8 @@ def _highest_in_no_order(logits_RN: NDArray[np.float32], num: int) -> NDArray[np
     edge_R1 = np.partition(logits_RN, width - num)[:, width - num, None]
     reaching = np.flatnonzero(logits_RN >= edge_R1)
     if len(reaching) == num_rows * num:
-        return reaching.reshape(num_rows, num) % width
+        places: NDArray[np.int64] = reaching.reshape(num_rows, num) % width
+        return places
     return np.stack(
         [_highest_with_equals(logits_N, edge, num) for logits_N, edge in zip(logits_RN, edge_R1, strict=True)]
     )

@@ -32,7 +32,7 @@ from batchwright.serve import biases, penalties
 from batchwright.serve.bad_words import BadWords, WordsOfRow, completions
 from batchwright.serve.biases import TokensOfRow
 from batchwright.serve.draws import FOLD, MAX_VOCABULARY, draw
-from batchwright.serve.filters import OFF, Limits, draw_filtered, draw_typical
+from batchwright.serve.filters import OFF, draw_filtered, draw_typical
 from batchwright.serve.params import SamplingParams
 from batchwright.serve.penalties import History, PenalisedRow, Penalties
 from batchwright.serve.ranking import likeliest
@@ -59,8 +59,8 @@ class Slot:
     """
 
     __slots__ = (
-        "__weakref__", "allowed", "bad_words", "bias", "end_ids", "history", "index", "min_end", "needs_whole",
-        "num_logprobs", "penalties", "way",
+        "__weakref__", "allowed", "bad_words", "bias", "changes_logits", "end_ids", "history", "index", "min_end",
+        "needs_whole", "num_logprobs", "penalties", "way",
     )  # fmt: skip
 
     def __init__(
@@ -85,6 +85,9 @@ class Slot:
         self.penalties = Penalties(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         counted = () if params.repetition_penalty == 1 else prompt
         self.history = None if self.penalties == penalties.NONE else History(len(prompt), counted)
+        self.changes_logits = (
+            bool(self.bias or self.bad_words or self.min_end or self.history) or self.allowed is not None
+        )
 
 
 class Row(NamedTuple):
@@ -117,8 +120,8 @@ class Sampler:
         self._device = device
         self._free: list[int] = []
         self._num_slots = 0
-        self._settings_SP = torch.empty(0, _NUM_SETTINGS, dtype=torch.float64, device=device)
-        self._streams_S = torch.empty(0, dtype=torch.int64, device=device)
+        self._settings_SP = np.empty((0, _NUM_SETTINGS))
+        self._streams_S = np.empty(0, dtype=np.uint64)
         self._room_2RV = torch.empty(2, 0, 0, device=device)  # memory that is always new costs more than what it is for
 
     def add(self, params: SamplingParams, prompt: Sequence[int], end_ids: Collection[int] = ()) -> Slot:
@@ -131,8 +134,7 @@ class Sampler:
         slot = Slot(self._new_index(), params, limits, prompt, end_ids)
         weakref.finalize(slot, self._free.append, slot.index).atexit = False
         rate = min(1 / max(params.temperature, _SMALLEST), 1 / _SMALLEST)
-        settings = (max(rate, _SMALLEST), *limits)
-        self._settings_SP[slot.index] = torch.tensor(settings, dtype=torch.float64, device=self._device)
+        self._settings_SP[slot.index] = max(rate, _SMALLEST), *limits
         self._streams_S[slot.index] = streams([params.seed or 0])[0]
         return slot
 
@@ -166,16 +168,17 @@ class Sampler:
         if self._free:
             return self._free.pop()
         if self._num_slots == len(self._streams_S):
-            more = max(64, self._num_slots)
-            settings_SP = self._settings_SP.new_empty(more, _NUM_SETTINGS)
-            self._settings_SP = torch.cat([self._settings_SP, settings_SP])
-            self._streams_S = torch.cat([self._streams_S, self._streams_S.new_empty(more)])
+            num = max(64, 2 * self._num_slots)
+            self._settings_SP = np.resize(self._settings_SP, (num, _NUM_SETTINGS))
+            self._streams_S = np.resize(self._streams_S, num)
         self._num_slots += 1
         return self._num_slots - 1
 
     def _processed(self, logits_BV: Tensor, rows: Sequence[Row], mask_BW: Tensor | None) -> Tensor:
         """The logits with all applied that also changes which token is the likeliest; themselves if nothing does."""
         slots = [row.slot for row in rows]
+        if mask_BW is None and not any(slot.changes_logits for slot in slots):
+            return logits_BV
         allowed = [TokensOfRow(i, slot.allowed) for i, slot in enumerate(slots) if slot.allowed is not None]
         biased = [(i, slot.bias) for i, slot in enumerate(slots) if slot.bias is not None]
         penalised = [
@@ -183,9 +186,6 @@ class Sampler:
             for i, row in enumerate(rows)
             if row.slot.history is not None
         ]
-        ruled_out = _ruled_out(rows)
-        if not (allowed or biased or penalised or ruled_out) and mask_BW is None:
-            return logits_BV
         processed_BV = logits_BV.clone()
         if allowed:
             biases.rule_out_all_but(processed_BV, allowed)
@@ -194,7 +194,7 @@ class Sampler:
             biases.add(processed_BV, tokens, [bias_E for _, (_, bias_E) in biased])
         if penalised:
             penalties.penalise(processed_BV, penalised)
-        for row_E, token_E in ruled_out:
+        for row_E, token_E in _ruled_out(rows):
             biases.rule_out(processed_BV, row_E, token_E)
         if mask_BW is not None:
             biases.rule_out_unset(processed_BV, mask_BW.to(self._device))
@@ -204,21 +204,21 @@ class Sampler:
         self, logits_BV: Tensor, peak_B: Tensor, token_B: Tensor, rows: Sequence[Row], drawn: Sequence[int]
     ) -> None:
         """Put drawn tokens in the place of the likeliest; all rows are drawn in one way."""
-        row_R = torch.tensor(drawn, device=self._device)
         slots = [rows[i].slot for i in drawn]
-        slot_R = torch.tensor([slot.index for slot in slots], device=self._device)
-        position_R = torch.tensor([rows[i].end for i in drawn], device=self._device)
-        uniform_R = uniforms(self._streams_S[slot_R], position_R)
-        rate_R, *limits_R = self._settings_SP[slot_R].unbind(1)
-        limits = Limits(*limits_R)
+        slot_R = np.array([slot.index for slot in slots])
+        position_R = np.array([rows[i].end for i in drawn], dtype=np.uint64)
+        uniform_R = torch.from_numpy(uniforms(self._streams_S[slot_R], position_R)).to(self._device)
+        settings_RP = torch.from_numpy(self._settings_SP[slot_R]).to(self._device)
+        rate_R, limits_RL = settings_RP[:, 0].float(), settings_RP[:, 1:]
+        row_R = torch.tensor(drawn, device=self._device)
         scores_RV, room_RV = self._scores(logits_BV, peak_B, row_R, rate_R)
         if slots[0].way is _Way.PLAIN:
             token_B[row_R] = draw(scores_RV, uniform_R, room_RV)
         elif slots[0].way is _Way.TYPICAL:
-            token_B[row_R] = draw_typical(scores_RV, limits.typical_p_R, uniform_R, room_RV)
+            token_B[row_R] = draw_typical(scores_RV, limits_RL[:, -1], uniform_R, room_RV)
         else:
             needs_room = any(slot.needs_whole for slot in slots)
-            token_B[row_R] = draw_filtered(scores_RV, limits, uniform_R, room_RV if needs_room else None)
+            token_B[row_R] = draw_filtered(scores_RV, limits_RL, uniform_R, room_RV if needs_room else None)
 
     def _scores(self, logits_BV: Tensor, peak_B: Tensor, row_R: Tensor, rate_R: Tensor) -> tuple[Tensor, Tensor]:
         """Logits over temperature, and room for as many.
@@ -234,7 +234,7 @@ class Sampler:
             torch.sub(logits_BV, peak_B[:, None], out=inside_RV)
         else:
             torch.sub(logits_BV[row_R], peak_B[row_R, None], out=inside_RV)
-        inside_RV *= rate_R.float()[:, None]
+        inside_RV *= rate_R[:, None]
         return scores_RV, room_RV
 
     def _score(self, logits_BV: Tensor, rows: Sequence[Row], sampled: list[Sampled]) -> None:

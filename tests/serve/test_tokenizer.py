@@ -1,20 +1,21 @@
 """Tokens are the model's own, streams say exactly what decoding says, and templates cannot leave their sandbox."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Core
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GemmaTokenizer, PreTrainedTokenizerFast
 
 from batchwright.errors import BrokenWeights, RequestError, UnsupportedModel
 from batchwright.serve import weights
 from batchwright.serve.gguf_file import GgufFile
-from batchwright.serve.gguf_tokenizer import from_gguf
+from batchwright.serve.gguf_tokenizer import _LLAMA3_SPLIT, from_gguf
 from batchwright.serve.tokenizer import _BYTE_OF_CHARACTER, Tokenizer, from_directory
 
 ODD_TEXTS = [
@@ -304,6 +305,123 @@ def test_a_template_that_is_no_text_is_named(template: object, tmp_path: Path) -
     """Neither text nor a list of named ones."""
     with pytest.raises(BrokenWeights, match=r"tokenizer_config\.json.* neither text nor"):
         from_directory(save(tmp_path, sentencepiece().core, chat_template=template))
+
+
+QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TRAINING = list(topics.values())[:20]
+
+
+def by_bytes(split: str, special: list[str], **model: object) -> Core:
+    """A byte-level tokenizer, trained on some of Python's help."""
+    core = Core(models.BPE(**model))
+    words, letters = pre_tokenizers.Split(Regex(split), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)
+    core.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    core.train_from_iterator(
+        TRAINING, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    )
+    core.add_special_tokens(special)
+    return core
+
+
+def save_qwen(path: Path) -> None:
+    """No BOS, texts normalised, and tokens of thought that are not special."""
+    core = by_bytes(QWEN_SPLIT, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    core.normalizer = normalizers.NFC()
+    core.add_tokens([AddedToken(token, normalized=False) for token in ("<think>", "</think>")])
+    core.post_processor = processors.ByteLevel(trim_offsets=False)
+    special = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": None}
+    names = ("content", "lstrip", "rstrip", "single_word", "normalized", "special")
+    added = {i: {name: getattr(token, name) for name in names} for i, token in core.get_added_tokens_decoder().items()}
+    save(path, core, tokenizer_class="Qwen2Tokenizer", add_bos_token=False, added_tokens_decoder=added, **special)
+
+
+def save_smollm3(path: Path) -> None:
+    """Llama 3's rules without its BOS; lengths of its training are still in the file, beside an older map of tokens."""
+    core = by_bytes(_LLAMA3_SPLIT, ["<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>"], ignore_merges=True)
+    core.add_tokens(["<|im_end|>"])
+    core.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    core.enable_truncation(7)
+    core.enable_padding(length=20, pad_id=core.token_to_id("<|im_end|>"), pad_token="<|im_end|>")
+    special = {"eos_token": "<|end_of_text|>", "pad_token": "<|im_end|>"}
+    save(path, core, tokenizer_class="PreTrainedTokenizerFast", **special)
+    (path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
+
+
+def save_gemma(path: Path) -> None:
+    """Pieces with bytes to fall back to; BOS before every text, as its own class writes it into the file."""
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    core = Core(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    core.normalizer, core.pre_tokenizer = (
+        normalizers.Replace(" ", "▁"),
+        pre_tokenizers.Split(" ", "merged_with_previous"),
+    )
+    core.train_from_iterator(TRAINING, trainers.BpeTrainer(vocab_size=600, special_tokens=pieces, show_progress=False))
+    trained = json.loads(core.to_str())["model"]
+    turns = ["<start_of_turn>", "<end_of_turn>"]
+    merges = [tuple(merge) for merge in trained["merges"]]
+    GemmaTokenizer(trained["vocab"], merges, add_bos_token=True, extra_special_tokens=turns).save_pretrained(path)
+
+
+@pytest.mark.parametrize("write", [save_qwen, save_smollm3, save_gemma])
+def test_families_tokenizers_are_those_of_transformers(write: Callable[[Path], None], tmp_path: Path) -> None:
+    """The class that transformers makes for each, on long texts, odd ones, and what templates write."""
+    write(tmp_path)
+    ours, theirs = from_directory(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.special == {name: token for name, token in theirs.special_tokens_map.items() if isinstance(token, str)}
+    written = ["<|im_start|>user\nhi<|im_end|>\n<think>x</think>", "<bos><start_of_turn>user\nhi<end_of_turn>"]
+    for text in [*topics.values(), *ODD_TEXTS, *written]:
+        for add in (True, False):
+            ids = ours.encode(text, add_special_tokens=add)
+            assert ids == theirs(text, add_special_tokens=add)["input_ids"]
+            for skip in (True, False):
+                assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+    assert len(ours.encode("a b " * 50)) > 20
+    if write is save_gemma:
+        assert ours.encode("x")[0] == ours.token_id("<bos>")
+
+
+def test_a_token_is_special_by_its_name(tmp_path: Path) -> None:
+    """What the config calls the end of a text is hidden with the special tokens, whatever tokenizer.json calls it."""
+    core = by_bytes(QWEN_SPLIT, [])
+    core.add_tokens(["<end>"])
+    save(tmp_path, core, eos_token="<end>", pad_token="<nowhere>")
+    ours, theirs = from_directory(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ids = ours.encode("a<end>b<nowhere>")
+    assert ids == theirs("a<end>b<nowhere>")["input_ids"]
+    assert ours.decode(ids, skip_special_tokens=True) == "ab"
+
+
+REASONING = """{%- set ns = namespace(last=messages | length - 1, open=true) %}
+{%- for message in messages[::-1] %}
+    {%- if ns.open and message.role == "user" and message.content is string %}
+        {%- set ns.open = false %}{%- set ns.last = messages | length - 1 - loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == "assistant" %}
+        {%- set parts = message.content.split("</think>") %}
+        {%- generation %}{{ parts[-1].lstrip("\n") }}{% set leaked = 1 %}{% endgeneration -%}
+        {{- "!" if leaked is defined and loop.index0 > ns.last }}
+    {%- elif "/no_think" in system_message %}{{ "never" }}
+    {%- else %}<{{ message.role }}>{{ message["content"] | trim }}{{ eos_token }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and enable_thinking %}{{ "<think>" }}{% endif %}"""
+
+
+@pytest.mark.parametrize("messages", CHATS)
+def test_templates_of_models_that_think_render_as_in_transformers(
+    messages: list, tokenizer: Tokenizer, reference: PreTrainedTokenizerFast
+) -> None:
+    """They look back, cut thoughts out, ask for what is not defined, and mark what was generated."""
+    ours = Tokenizer(tokenizer.core, tokenizer.special, REASONING).apply_chat_template(messages)
+    options = {"chat_template": REASONING, "tokenize": False, "add_generation_prompt": True}
+    assert ours == reference.apply_chat_template(messages, **options)
 
 
 RECURSIVE = "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}"

@@ -10,8 +10,10 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from jinja2 import Template, TemplateError, Undefined
+from jinja2 import Template, TemplateError, Undefined, nodes
 from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -81,13 +83,23 @@ def _told(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
+class _Generation(Extension):
+    """`{% generation %}` marks what a model wrote, for those who train it; here its text is text like any other."""
+
+    tags = {"generation"}  # noqa: RUF012 -- as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
     """Templates see what Hugging Face's see, and nothing of Python. `*` and `**` are limited, as `range` already is."""
 
     intercepted_binops = frozenset(("*", "**"))
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
         self.filters["tojson"] = _to_json
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _local_time}
 

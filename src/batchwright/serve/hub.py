@@ -25,6 +25,7 @@ _SETTINGS = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
     INDEX,
 )

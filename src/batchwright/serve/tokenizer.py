@@ -6,14 +6,14 @@ last settled token is decoded again with the new ones, and the growth is emitted
 """
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Core
-from tokenizers import decoders
 
 from batchwright.errors import BrokenWeights, UnsupportedModel
 from batchwright.serve.chat import ChatTemplate, Message
@@ -167,7 +167,7 @@ def from_directory(path: Path) -> Tokenizer | None:
     """The tokenizer of a Hugging Face checkpoint, or None where it has no `tokenizer.json`.
 
     That file alone says which tokens frame a text: as in transformers 5, `add_bos_token` in tokenizer_config.json has
-    no say.
+    no say. Nor is a text cut or padded, whatever lengths the file keeps from its training.
     """
     if not (path / "tokenizer.json").is_file():
         return None
@@ -175,11 +175,21 @@ def from_directory(path: Path) -> Tokenizer | None:
         core = Core.from_file(str(path / "tokenizer.json"))
     except Exception as error:  # the library raises bare Exception for every kind of bad file
         raise BrokenWeights(f"reading {path / 'tokenizer.json'}", str(error), "fetch the file again") from error
+    core.no_truncation()
+    core.no_padding()
     config = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
+    special = _special_tokens(_with_older_file(path, config))
+    core.add_special_tokens(_to_be_special(core, special.values()))
     file = path / "chat_template.jinja"
     asked = f"reading {path / 'tokenizer_config.json'}"
     template = read_text(file) if file.is_file() else default_template(config.get("chat_template"), asked)
-    return Tokenizer(core, _special_tokens(config), template)
+    return Tokenizer(core, special, template)
+
+
+def _with_older_file(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """special_tokens_map.json has the last word where the config is older than the list of added tokens in it."""
+    older = path / "special_tokens_map.json"
+    return {**config, **read_json(older)} if "added_tokens_decoder" not in config and older.is_file() else config
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -191,6 +201,24 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(token, str):
             found[name] = token
     return found
+
+
+def _to_be_special(core: Core, tokens: Iterable[str]) -> list[AddedToken]:
+    """Those of `tokens` that tokenizer.json does not hold as special ones, which their names make them."""
+    added = {token.content: token for token in core.get_added_tokens_decoder().values()}
+    wanted = [added.get(token, AddedToken(token, normalized=False)) for token in dict.fromkeys(tokens)]
+    return [
+        AddedToken(
+            token.content,
+            single_word=token.single_word,
+            lstrip=token.lstrip,
+            rstrip=token.rstrip,
+            normalized=token.normalized,
+            special=True,
+        )
+        for token in wanted
+        if not token.special
+    ]
 
 
 def default_template(value: Any, asked: str) -> str | None:

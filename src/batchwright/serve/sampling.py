@@ -6,8 +6,7 @@ step is run again; a rerun in a batch of another shape has logits that are equal
 
 Logits are processed in the order of transformers' `generate`: biases; penalties; bad words, end tokens before
 `min_tokens`, and what a constraint rules out; temperature; top-k, top-p, min-p, typical. (vLLM rules out first, which
-gives the same, and likewise has biases before penalties. OpenAI says of no two which comes first.) Log-probabilities
-are those before all of it.
+gives the same, and has biases before penalties too; OpenAI documents no order.) Log-probabilities are those before it.
 
 What requests ask for lies in tables by slot, from which a step gathers what its rows need; a batch in which nobody asks
 for a feature pays nothing for it. Cost: greedy rows, one pass over the logits; drawn rows, a softmax and about four
@@ -227,7 +226,7 @@ class Sampler:
         """
         if len(row_R) > self._room_2RV.shape[1]:
             width = -(-self.num_vocab // FOLD) * FOLD
-            self._room_2RV = torch.full((2, len(row_R), width), -math.inf, device=self._device)
+            self._room_2RV = torch.empty(2, len(row_R), width, device=self._device)
         scores_RV, room_RV = self._room_2RV[:, : len(row_R)]
         inside_RV = scores_RV[:, : self.num_vocab]
         if len(row_R) == len(logits_BV):
@@ -235,6 +234,7 @@ class Sampler:
         else:
             torch.sub(logits_BV[row_R], peak_B[row_R, None], out=inside_RV)
         inside_RV *= rate_R[:, None]
+        scores_RV[:, self._num_vocab :] = -math.inf
         return scores_RV, room_RV
 
     def _score(self, logits_BV: Tensor, rows: Sequence[Row], sampled: list[Sampled]) -> None:
@@ -292,7 +292,7 @@ def _no_choice(logits_V: Tensor, peak: float, position: int) -> str:
     """The error of a row whose highest processed logit is not finite."""
     asked = f"choosing the token at position {position}"
     if peak == -math.inf and bool(logits_V.amax() > -math.inf):
-        fact = "its biases, bad words, allowed tokens and constraint together rule every token out"
+        fact = "bad words, allowed tokens, min_tokens and constraint together rule every token out"
         return str(RequestError(asked, fact, "ask for less of them at once"))
     held = "NaN" if math.isnan(peak) else "+inf" if peak > 0 else "-inf for every token"
     fact = f"the model's logits hold {held}, which is no distribution"

@@ -224,8 +224,8 @@ def shape_of(variant: str) -> ModelShape:
     return supported_shape(case(variant).config)
 
 
-def needs_kernels(variant: str) -> None:
-    if why := native.why_not(torch.float32, torch.device("cpu"), shape_of(variant)):
+def needs_kernels(variant: str, dtype: torch.dtype = torch.float32) -> None:
+    if why := native.why_not(dtype, torch.device("cpu"), shape_of(variant)):
         pytest.skip(why)
 
 
@@ -471,6 +471,24 @@ def test_bfloat16_is_rounded_where_the_reference_rounds(family: str, dtype: torc
     assert ops.dtypes == {dtype}
     with torch.inference_mode():
         assert torch.equal(ops.inputs[0], model.get_input_embeddings()(tokens_T))
+
+
+@pytest.mark.parametrize("ops", [TorchOps, NativeOps])
+def test_a_norm_with_a_float32_weight_is_rounded_once(ops: type[TorchOps | NativeOps]) -> None:
+    """The whole product is made in float32, whatever `x` is."""
+    if ops is NativeOps:
+        needs_kernels("gemma2", torch.bfloat16)
+    x_TE, weight_E = torch.randn(50, 64).bfloat16(), 1 + 0.1 * torch.randn(64)
+    exact_TE = x_TE.double() * (x_TE.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight_E
+    found_TE = ops().norm(x_TE, weight_E, 1e-6)
+    assert found_TE.dtype == torch.bfloat16
+    assert ((found_TE - exact_TE).abs() <= exact_TE.abs() * 2**-8 + 1e-6).all()  # half a step of 8 bits, at most
+
+
+def test_plain_are_those_that_do_what_llama_does() -> None:
+    """Biases and scaled rotations are no more than that; a window, or a single layer that does not rotate, is."""
+    plain = {"llama", "llama biased", "llama linear", "llama dynamic", "llama llama3", "qwen2", "qwen2 yarn"}
+    assert {variant for variant in VARIANTS if recipe_of(case(variant).config).is_plain} == plain
 
 
 @pytest.mark.parametrize(

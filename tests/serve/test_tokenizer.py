@@ -271,10 +271,10 @@ def test_llama_3_rules_are_those_of_transformers(metadata: dict) -> None:
     assert ours.decode(ours.encode("It's 12345 o'clock\n\n", add_special_tokens=False)) == "It's 12345 o'clock\n\n"
 
 
-@pytest.mark.parametrize("changes", [{"model": "llama"}, {"pre": "deepseek-coder"}])
+@pytest.mark.parametrize("changes", [{"model": "t5"}, {"pre": "deepseek-coder"}])
 def test_unknown_tokenizers_are_refused(changes: dict, metadata: dict) -> None:
     """Splitting by the wrong rules would give wrong ids silently, so rules we do not know are an error."""
-    with pytest.raises(UnsupportedModel, match="supported are 'gpt2' with smollm"):
+    with pytest.raises(UnsupportedModel, match="supported are 'llama', and 'gpt2' with smollm"):
         from_gguf(metadata | {f"tokenizer.ggml.{key}": value for key, value in changes.items()})
 
 
@@ -296,7 +296,7 @@ def test_a_tokenizer_that_contradicts_itself_is_broken(changes: dict, fact: str,
 
 def test_split_rules_that_are_a_list_are_unknown(metadata: dict) -> None:
     """What cannot be looked up in a table is not in it."""
-    with pytest.raises(UnsupportedModel, match="supported are 'gpt2' with smollm"):
+    with pytest.raises(UnsupportedModel, match="supported are 'llama', and 'gpt2' with smollm"):
         from_gguf(metadata | {"tokenizer.ggml.pre": ["smollm"]})
 
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from batchwright.errors import BatchwrightError, BrokenWeights, ConfigError, UnsupportedModel
 from batchwright.serve import weights
+from batchwright.serve.gguf_blocks import BLOCK_KINDS
 from batchwright.serve.gguf_config import config_of_gguf
 from batchwright.serve.gguf_file import GgufFile
 from batchwright.serve.gguf_model import GgufSource
@@ -140,6 +141,22 @@ def test_every_block_type_decodes_as_the_gguf_package_does(kind: str, tmp_path: 
         assert np.array_equal(ours.tensor(tensor.name).numpy(), theirs), tensor.name
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K"])
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_any_bytes_of_a_block_mean_what_they_mean_to_the_gguf_package(kind: str, seed: int) -> None:
+    """Also those that no quantiser would write; scales that are no numbers are left out."""
+    quantisation = gguf.GGMLQuantizationType[kind]
+    block = BLOCK_KINDS[quantisation.value]
+    assert (block.values, block.bytes) == gguf.GGML_QUANT_SIZES[quantisation]
+    rng = np.random.default_rng(seed)
+    raw = rng.integers(0, 256, (5, block.bytes), np.uint8)
+    for start in {"Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,)}.get(kind, (0, 2)):
+        raw[:, start : start + 2] = rng.normal(size=(5, 1)).astype(np.float16).view(np.uint8)
+    ours = block.decode(torch.from_numpy(raw)).numpy()
+    assert np.array_equal(ours, gguf.dequantize(raw, quantisation))
+
+
 def test_metadata_reads_as_the_gguf_package_reads_it() -> None:
     """Scalars, strings and arrays of the embedded file, its vocabulary and merges among them, are equal."""
     path = weights.default_path()
@@ -169,9 +186,9 @@ def test_unsupported_quantisation_lists_the_supported(tmp_path: Path) -> None:
     write_tiny(path)
     content = bytearray(path.read_bytes())
     row = content.index(b"blk.0.ffn_up.weight") + len(b"blk.0.ffn_up.weight") + 4 + 2 * 8
-    content[row : row + 4] = struct.pack("<I", 12)
+    content[row : row + 4] = struct.pack("<I", 11)
     path.write_bytes(content)
-    with pytest.raises(UnsupportedModel, match=r"blk.0.ffn_up.weight has quantisation type Q4_K; supported are F32"):
+    with pytest.raises(UnsupportedModel, match=r"blk.0.ffn_up.weight has quantisation type Q3_K; supported are F32"):
         weights.load(path)
 
 

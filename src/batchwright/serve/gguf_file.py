@@ -4,13 +4,11 @@ The file is mapped, never copied whole; a tensor is dequantised when asked for. 
 (counts, lengths, offsets) is held against its real size first, so a truncated or hostile file raises `BrokenWeights`.
 Nothing is cached: a float32 copy is several times as large as the file (docs/decisions/0003 has the argument).
 
-Format: ggml docs/gguf.md (versions 2 and 3, little endian). Quantised blocks: the block structs of ggml-common.h.
-Dequantisation is d*q, and with a minimum d*q + m, each operation rounded to float32 (as ggml's reference rows are).
+Format: ggml docs/gguf.md (versions 2 and 3, little endian).
 """
 
 import mmap
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor
 
 from batchwright.errors import BrokenWeights, UnsupportedModel
+from batchwright.serve.gguf_blocks import BLOCK_KINDS, UNSUPPORTED_KINDS, BlockKind
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -34,23 +33,13 @@ class TensorInfo:
     """Where one tensor lies; `shape` is in torch's order (rows first), `start` counts from the start of the file."""
 
     shape: tuple[int, ...]
-    kind: "BlockKind"
+    kind: BlockKind
     start: int
 
     @property
     def num_bytes(self) -> int:
         """What the tensor takes in the file."""
         return prod(self.shape) // self.kind.values * self.kind.bytes
-
-
-@dataclass(frozen=True, slots=True)
-class BlockKind:
-    """One storage type: `values` numbers take `bytes` bytes, and `decode` turns (blocks, bytes) into float32 rows."""
-
-    name: str
-    values: int
-    bytes: int
-    decode: Callable[[Tensor], Tensor]
 
 
 class GgufFile:
@@ -164,54 +153,12 @@ def _read_tensor_row(cursor: _Cursor, path: Path) -> tuple[str, tuple[int, ...],
         raise BrokenWeights(f"reading {path}", f"tensor {name} claims {num_dims} dimensions", "fetch the file again")
     shape = tuple(reversed(cursor.scalars("Q", num_dims)))
     code, offset = cursor.scalar("I"), cursor.scalar("Q")
-    if code not in _BLOCK_KINDS:
-        known = ", ".join(kind.name for kind in _BLOCK_KINDS.values())
-        fact = f"tensor {name} has quantisation type {_UNSUPPORTED_KINDS.get(code, code)}; supported are {known}"
+    if code not in BLOCK_KINDS:
+        known = ", ".join(kind.name for kind in BLOCK_KINDS.values())
+        fact = f"tensor {name} has quantisation type {UNSUPPORTED_KINDS.get(code, code)}; supported are {known}"
         raise UnsupportedModel(f"reading {path}", fact, "convert the file to one of these, or load safetensors")
-    kind = _BLOCK_KINDS[code]
+    kind = BLOCK_KINDS[code]
     if not shape or not all(shape) or shape[-1] % kind.values:
         fact = f"tensor {name} has shape {list(shape)}, not whole {kind.name} blocks of {kind.values}"
         raise BrokenWeights(f"reading {path}", fact, "fetch the file again")
     return name, shape, kind, offset
-
-
-def _decode_plain(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda blocks: _reinterpret(blocks, dtype).float()
-
-
-def _reinterpret(blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bytes of each row as `dtype`; copied, since blocks lie at any alignment in the file."""
-    return blocks.clone(memory_format=torch.contiguous_format).view(dtype)
-
-
-def _decode_q8_0(blocks: Tensor) -> Tensor:
-    """f16 d, then 32 int8 q: d*q."""
-    scale = _reinterpret(blocks[:, :2], torch.float16).float()
-    return _reinterpret(blocks[:, 2:], torch.int8).float().mul_(scale)
-
-
-def _decode_q4_0(blocks: Tensor) -> Tensor:
-    """f16 d, then 16 bytes with q of value j in the low and of value j+16 in the high nibble: d*(q - 8)."""
-    scale = _reinterpret(blocks[:, :2], torch.float16).float()
-    return _nibbles(blocks[:, 2:]).sub_(8).mul_(scale)
-
-
-def _decode_q4_1(blocks: Tensor) -> Tensor:
-    """f16 d, f16 m, then nibbles as in Q4_0: d*q + m."""
-    scales = _reinterpret(blocks[:, :4], torch.float16).float()
-    return _nibbles(blocks[:, 4:]).mul_(scales[:, :1]).add_(scales[:, 1:])
-
-
-def _nibbles(packed: Tensor) -> Tensor:
-    return torch.cat((packed & 15, packed >> 4), dim=1).float()
-
-
-_BLOCK_KINDS = {
-    0: BlockKind("F32", 1, 4, _decode_plain(torch.float32)),
-    1: BlockKind("F16", 1, 2, _decode_plain(torch.float16)),
-    2: BlockKind("Q4_0", 32, 18, _decode_q4_0),
-    3: BlockKind("Q4_1", 32, 20, _decode_q4_1),
-    8: BlockKind("Q8_0", 32, 34, _decode_q8_0),
-    30: BlockKind("BF16", 1, 2, _decode_plain(torch.bfloat16)),
-}
-_UNSUPPORTED_KINDS = {6: "Q5_0", 7: "Q5_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K"}

@@ -140,7 +140,7 @@ def test_who_is_held_back_may_leave() -> None:
 
 def test_who_times_out_while_held_back_goes_behind_the_others() -> None:
     """b's wait of 1 s ends while a computes what it wants; d, which came later, is ahead of it now."""
-    drive = sharing(chunk_cap=4, max_rows=2, queueing=Queueing(timeout=1.0, on_timeout="delay"))
+    drive = sharing(chunk_cap=4, max_rows=3, queueing=Queueing(timeout=1.0, on_timeout="delay"))
     drive.add(Request("long", 4, 9))
     drive.add(prompt("a", 24, num_output=1))
     drive.add(prompt("b", 24))
@@ -173,6 +173,19 @@ def test_the_important_do_not_wait_for_the_unimportant() -> None:
     drive.step()
     drive.add(prompt("b", 24, priority=0))
     drive.step()
+    drive.add(prompt("c", 24, priority=2))
+    drive.run()
+    assert starts(drive) == {"a": 0, "b": 4, "c": 20}
+
+
+def test_of_two_who_compute_the_same_the_one_ahead_is_waited_for() -> None:
+    """b outranks a, and computes its pages once more; a leaves, and c still waits for b."""
+    drive = sharing(chunk_cap=4, queueing=Queueing(order=by_strict_priority))
+    drive.add(prompt("a", 24, priority=1))
+    drive.step()
+    drive.add(prompt("b", 24, priority=0))
+    drive.step()
+    drive.abort("a")
     drive.add(prompt("c", 24, priority=2))
     drive.run()
     assert starts(drive) == {"a": 0, "b": 4, "c": 20}

@@ -367,6 +367,15 @@ def test_a_request_s_rate_follows_what_became_of_its_guesses() -> None:
     assert rate_after(*[(4, 4)] * 50, *[(4, 0)] * 60) < 0.25
 
 
+def test_who_goes_on_guessing_forgets_only_what_is_old() -> None:
+    """Forty wrong guesses, one a token: each is remembered, 39 fortieths of it after the next."""
+    acceptance = Acceptance()
+    for num_outputs in range(1, 41):
+        acceptance.rate(num_outputs)
+        acceptance.learn(1, 0, num_outputs + 1)
+    assert acceptance.rate(41) == pytest.approx(0.7 / (1 + 40 * (1 - (39 / 40) ** 40)))
+
+
 def test_guesses_behind_a_wrong_one_say_nothing() -> None:
     """Right, wrong, and two that were not looked at: one of two."""
     assert rate_after((4, 1)) == rate_after((2, 1))
@@ -390,6 +399,14 @@ def test_a_request_whose_guesses_keep_failing_tries_again_ever_less_often(num_ro
     first, last = (sum(start <= number < start + 1000 for number in guessed) for start in (0, 4000))
     assert len(guessed) < 5000 / 20
     assert 0 < last <= first / 2
+
+
+def test_what_became_of_guesses_is_learnt_from_the_outcomes() -> None:
+    """Alone, with guesses that are always offered and always wrong: few of five hundred steps carry any."""
+    drive = guessing(Memory(num_pages=200, page_size=4, context=600), wrong, Speculation(max_drafts=5))
+    drive.add(Request("a", 4, 500))
+    plans = drive.run()
+    assert sum(any(num_drafts(plan).values()) for plan in plans) < 100
 
 
 def test_a_request_whose_guesses_come_right_again_guesses_again() -> None:

@@ -18,6 +18,7 @@ from batchwright.serve.gguf_blocks import BLOCK_KINDS
 from batchwright.serve.gguf_config import config_of_gguf
 from batchwright.serve.gguf_file import GgufFile
 from batchwright.serve.gguf_model import GgufSource
+from batchwright.serve.locate import default_path
 from batchwright.serve.model import supported_shape
 from batchwright.serve.rope import frequencies, interleave
 from batchwright.serve.weights import LoadedModel
@@ -28,7 +29,7 @@ KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
 
 def assert_same_model(smollm2: LoadedModel, reference: LlamaForCausalLM) -> None:
     """Weights equal bit for bit, logits within 1e-4."""
-    file = GgufFile(weights.default_path())
+    file = GgufFile(default_path())
     source = GgufSource(file, config_of_gguf(file))
     for name, theirs in reference.state_dict().items():
         if name != "lm_head.weight":
@@ -42,7 +43,7 @@ def assert_same_model(smollm2: LoadedModel, reference: LlamaForCausalLM) -> None
 
 def test_the_embedded_model_is_the_files_true_model(smollm2: LoadedModel) -> None:
     """Dequantised by the gguf package and run by transformers, the file gives the same weights and logits."""
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(weights.default_path()).tensors}
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(default_path()).tensors}
     with torch.device("meta"):
         reference = LlamaForCausalLM(LlamaConfig(**smollm2.config))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, reference.config.num_hidden_layers)
@@ -62,7 +63,7 @@ def test_the_embedded_model_is_the_files_true_model(smollm2: LoadedModel) -> Non
 def test_the_embedded_model_is_what_transformers_loads(smollm2: LoadedModel) -> None:
     """The same, with transformers reading the file itself, for which it needs accelerate."""
     pytest.importorskip("accelerate")
-    path = weights.default_path()
+    path = default_path()
     reference = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     assert_same_model(smollm2, reference)
 
@@ -159,7 +160,7 @@ def test_any_bytes_of_a_block_mean_what_they_mean_to_the_gguf_package(kind: str,
 
 def test_metadata_reads_as_the_gguf_package_reads_it() -> None:
     """Scalars, strings and arrays of the embedded file, its vocabulary and merges among them, are equal."""
-    path = weights.default_path()
+    path = default_path()
     theirs = {key: field.contents() for key, field in gguf.GGUFReader(path).fields.items()}
     ours = GgufFile(path).metadata
     assert {key: value for key, value in theirs.items() if not key.startswith("GGUF.")} == ours

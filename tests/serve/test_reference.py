@@ -25,6 +25,7 @@ from batchwright.serve.engine import Engine, Policy
 from batchwright.serve.gguf_config import config_of_gguf
 from batchwright.serve.gguf_file import GgufFile
 from batchwright.serve.gguf_model import GgufSource
+from batchwright.serve.locate import default_path
 from batchwright.serve.weights import LoadedModel
 from tests.serve.scripted import Job, WatchedExecutor, forced, workload64
 
@@ -36,7 +37,7 @@ NUM_IN_BFLOAT16 = 16
 @pytest.fixture(scope="module")
 def llama(smollm2: LoadedModel) -> LlamaForCausalLM:
     """The file's weights in transformers' Llama, with keys and queries as transformers orders their rows."""
-    file = GgufFile(weights.default_path())
+    file = GgufFile(default_path())
     source = GgufSource(file, config_of_gguf(file))
     head_dim = smollm2.decoder.shape.head_dim
     state = {}

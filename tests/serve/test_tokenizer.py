@@ -13,9 +13,9 @@ from tokenizers import Tokenizer as Core
 from transformers import AutoTokenizer, GemmaTokenizer, PreTrainedTokenizerFast
 
 from batchwright.errors import BrokenWeights, RequestError, UnsupportedModel
-from batchwright.serve import weights
 from batchwright.serve.gguf_file import GgufFile
 from batchwright.serve.gguf_tokenizer import _LLAMA3_SPLIT, from_gguf
+from batchwright.serve.locate import default_path
 from batchwright.serve.tokenizer import _BYTE_OF_CHARACTER, Tokenizer, from_directory
 
 ODD_TEXTS = [
@@ -36,7 +36,7 @@ ODD_TEXTS = [
 
 @pytest.fixture(scope="module")
 def metadata() -> dict:
-    return GgufFile(weights.default_path()).metadata
+    return GgufFile(default_path()).metadata
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def tokenizer(metadata: dict) -> Tokenizer:
 @pytest.fixture(scope="module")
 def reference() -> PreTrainedTokenizerFast:
     """transformers' conversion of the same file, with the digit rule of SmolLM's tokenizer.json, which it omits."""
-    path = weights.default_path()
+    path = default_path()
     theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     digits = pre_tokenizers.Digits(individual_digits=True)
     theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, theirs.backend_tokenizer.pre_tokenizer])

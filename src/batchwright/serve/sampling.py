@@ -234,7 +234,7 @@ class Sampler:
         else:
             torch.sub(logits_BV[row_R], peak_B[row_R, None], out=inside_RV)
         inside_RV *= rate_R[:, None]
-        scores_RV[:, self._num_vocab :] = -math.inf
+        scores_RV[:, self.num_vocab :] = -math.inf
         return scores_RV, room_RV
 
     def _score(self, logits_BV: Tensor, rows: Sequence[Row], sampled: list[Sampled]) -> None:

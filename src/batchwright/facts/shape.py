@@ -16,7 +16,6 @@ from batchwright.errors import ConfigError, UnsupportedModel
 from batchwright.facts.families import FAMILIES, ConfigReader, Family, layer_windows
 from batchwright.units import format_tokens
 
-
 MAX_LAYERS = 10_000
 """A config that claims more is not believed, before anything is made for each."""
 

@@ -80,7 +80,7 @@ def remove_config(path: Path) -> None:
 
 
 def foreign_family(path: Path) -> None:
-    edit(path / "config.json", model_type="gpt2")
+    edit(path / "config.json", model_type="mamba")
 
 
 def cut_config(path: Path) -> None:
@@ -126,7 +126,7 @@ def no_safetensors(path: Path) -> None:
     [
         (remove_config, BrokenWeights, "no config.json"),
         (cut_config, BrokenWeights, "config.json"),
-        (foreign_family, UnsupportedModel, "'gpt2'; supported are llama"),
+        (foreign_family, UnsupportedModel, "use a model of a family that needs no transformers: llama, "),
         (remove_weights, BrokenWeights, "no .safetensors file"),
         (only_pickles, UnsupportedModel, "pickles (pytorch_model.bin)"),
         (wrong_config, BrokenWeights, "model.layers.0.mlp.gate_proj.weight has shape [80, 48] but"),

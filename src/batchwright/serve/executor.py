@@ -18,6 +18,7 @@ from batchwright.policy.pages import Memory
 from batchwright.policy.types import StepPlan
 from batchwright.serve.adapters import Adapter, StepAdapters
 from batchwright.serve.attention import RowSpan, layout_order
+from batchwright.serve.foreign import ForeignDecoder
 from batchwright.serve.kv import PagedKV
 from batchwright.serve.model import Decoder
 from batchwright.serve.params import SamplingParams
@@ -78,7 +79,7 @@ class TorchExecutor:
     context alone. That is what is left where a decoder's operators are not invariant, and is slow.
     """
 
-    def __init__(self, decoder: Decoder, memory: Memory, *, one_at_a_time: bool = False) -> None:
+    def __init__(self, decoder: Decoder | ForeignDecoder, memory: Memory, *, one_at_a_time: bool = False) -> None:
         if memory.page_size % decoder.ops.page_multiple:
             asked, fact = f"running pages of {memory.page_size} tokens", "our kernels store tokens in pairs"
             raise ConfigError(asked, fact, 'use an even page_size, or load the model with backend="torch"')

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from batchwright.facts.shape import ModelShape
+from batchwright.serve.adapters import StepAdapters
 from batchwright.serve.attention import LayerAttention, RowSpan
 from batchwright.serve.kv import PagedKV
 from batchwright.serve.model import Attend
@@ -93,14 +94,20 @@ class ForeignDecoder:
 
     @torch.inference_mode()
     def forward(
-        self, tokens_T: Tensor, attend: Attend, rows_R: Tensor, room_RV: Tensor | None = None, adapters: None = None
+        self,
+        tokens_T: Tensor,
+        attend: Attend,
+        rows_R: Tensor,
+        room_RV: Tensor | None = None,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         """logits_RV in float32, in the order of `rows_R` (int64, may be empty). `attend` is of a layout of `ops`."""
         return self.logits(self.hidden(tokens_T, attend, rows_R, adapters), room_RV)
 
     @torch.inference_mode()
-    def hidden(self, tokens_T: Tensor, attend: Attend, rows_R: Tensor, adapters: None = None) -> Tensor:
+    def hidden(self, tokens_T: Tensor, attend: Attend, rows_R: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """x_RE: what logits are made of, at the positions `rows_R`."""
+        assert adapters is None, "adapters are for families of our own"
         assert isinstance(attend, Placed), "a layout of this decoder's operators has it"
         positions_T = attend.positions_T.clamp(max=self.shape.context - 1)  # what is beyond is padding
         with routed(attend.route):

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from batchwright.errors import BrokenWeights, ConfigError, MissingDependency
+from batchwright.facts.families import FAMILIES
 from batchwright.facts.shape import ModelShape
 from batchwright.serve.backend import Target
 from batchwright.serve.checkpoint import SafetensorsSource
@@ -29,6 +30,22 @@ _FAILURES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError
 """What transformers raises for models and files that it can't run or read."""
 
 
+def is_foreign(config: Mapping[str, Any]) -> bool:
+    """Whether the model is of a family that we do not define."""
+    return isinstance(config.get("model_type"), str) and config["model_type"] not in FAMILIES
+
+
+def check_family(path: Path, family: str) -> None:
+    """Raise what can be told from config.json alone, before there are weights."""
+    if find_spec("transformers") is None:
+        fact = (
+            f"its family is {family!r}; ours are {', '.join(FAMILIES)}; transformers, for others, is missing"
+        )
+        raise MissingDependency(f"loading {path}", fact, "run: pip install 'batchwright[transformers]'")
+    with _told(family):
+        _config(path, family)
+
+
 def load_foreign(path: Path, config: Mapping[str, Any], target: Target) -> ForeignDecoder:
     """The model in the directory `path`, whose config.json holds `config`.
 
@@ -37,9 +54,7 @@ def load_foreign(path: Path, config: Mapping[str, Any], target: Target) -> Forei
     """
     family = str(config.get("model_type"))
     _check_target(family, target)
-    if find_spec("transformers") is None:
-        fact = f"transformers, which runs models of the family {family!r}, is not installed"
-        raise MissingDependency(f"loading {path}", fact, "run: pip install 'batchwright[transformers]'")
+    check_family(path, family)
     _check_config(path, config, family)
     register()
     with _told(family):
@@ -88,21 +103,30 @@ def _told(family: str) -> Iterator[None]:
         raise refused(family, f"transformers fails: {type(error).__name__}: {str(error)[:500]}") from error
 
 
-def _model(path: Path, family: str, target: Target) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+
+
+def _config(path: Path, family: str) -> Any:
+    """As transformers reads it. Raises UnsupportedModel where its class cannot have our attention."""
+    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    config = AutoConfig.from_pretrained(path, **local)
+    config = AutoConfig.from_pretrained(path, **_LOCAL)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None or isinstance(kind, tuple) or not kind.is_backend_compatible():
         raise refused(
             family, "its attention can't be replaced: its class does not use transformers' AttentionInterface"
         )
+    return config
+
+
+def _model(path: Path, family: str, target: Target) -> Any:
+    from transformers import AutoModelForCausalLM
+
     auto: Any = AutoModelForCausalLM
     model, loading = auto.from_pretrained(
-        path, config=config, dtype=target.dtype, use_safetensors=True, attn_implementation="eager",
-        output_loading_info=True, **local,
+        path, config=_config(path, family), dtype=target.dtype, use_safetensors=True, attn_implementation="eager",
+        output_loading_info=True, **_LOCAL,
     )  # fmt: skip
     if lacking := sorted(loading["missing_keys"]):
         raise BrokenWeights(f"loading {path}", f"tensor {lacking[0]} is missing", "fetch the weights again")

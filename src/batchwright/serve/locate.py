@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from batchwright.errors import InputError, MissingDependency
 from batchwright.serve.checkpoint import read_config
+from batchwright.serve.foreign_load import check_family, is_foreign
 from batchwright.serve.hub import HubName, fetch
 from batchwright.serve.model import supported_shape
 from batchwright.serve.packed import without_quantization
@@ -44,8 +45,16 @@ def locate(source: str | Path) -> Located:
     name = HubName.parse(str(source))
     if name is None:
         raise InputError(f"loading {source}", "there is no such file or directory", _REMEDY)
-    path = fetch(name, lambda folder: supported_shape(without_quantization(read_config(folder))))
-    return Located(path, str(name))
+    return Located(fetch(name, _check_config), str(name))
+
+
+def _check_config(folder: Path) -> None:
+    """Raises where the model could not be run anyway, before its weights are fetched."""
+    config = read_config(folder)
+    if is_foreign(config):
+        check_family(folder, config["model_type"])
+    else:
+        supported_shape(without_quantization(config))
 
 
 def default_path() -> Path:

@@ -18,17 +18,17 @@ from batchwright.serve.backend import Backend, Quantization, Target, not_determi
 from batchwright.serve.build import build
 from batchwright.serve.checkpoint import SafetensorsSource, check_claims, read_config, read_json
 from batchwright.serve.executor import Executor, TorchExecutor
+from batchwright.serve.foreign import ForeignDecoder
+from batchwright.serve.foreign_load import is_foreign, load_foreign
 from batchwright.serve.gguf_config import config_of_gguf
 from batchwright.serve.gguf_file import GgufFile
 from batchwright.serve.gguf_model import GgufSource
 from batchwright.serve.gguf_tokenizer import from_gguf
-from batchwright.serve.locate import DEFAULT, Located, default_path, locate
+from batchwright.serve.locate import DEFAULT, Located, locate
 from batchwright.serve.model import Decoder, supported_shape
 from batchwright.serve.openvino_executor import PAGE_SIZE, OpenVinoDecoder, OpenVinoExecutor, check_installed
 from batchwright.serve.packed import dequantised, without_quantization
 from batchwright.serve.tokenizer import Tokenizer, from_directory
-
-__all__ = ["DEFAULT", "DTYPES", "LoadOptions", "LoadedModel", "default_path", "load"]
 
 DTYPES = (torch.float32, torch.bfloat16)
 """What a model can be run in."""
@@ -41,13 +41,13 @@ _MALFORMED = (TypeError, ValueError, LookupError, ArithmeticError, AttributeErro
 class LoadedModel:
     """A decoder with what is needed to run it and to talk to it.
 
-    `decoder`: a `model.Decoder`, or an `openvino_executor.OpenVinoDecoder`. `tokenizer` is None where the files
-    have none that we can build, and `no_tokenizer` then says why. `eos_ids` end a reply. `config` is as in
-    `config.json`, also for a GGUF file.
+    `decoder`: a `model.Decoder`, one that transformers runs (`foreign`), or an `openvino_executor.OpenVinoDecoder`.
+    `tokenizer` is None where the files have none that we can build, and `no_tokenizer` then says why. `eos_ids` end a
+    reply. `config` is as in `config.json`, also for a GGUF file.
     """
 
     name: str
-    decoder: Decoder | OpenVinoDecoder
+    decoder: Decoder | ForeignDecoder | OpenVinoDecoder
     tokenizer: Tokenizer | None
     no_tokenizer: str
     eos_ids: tuple[int, ...]
@@ -139,15 +139,18 @@ def _known_dtype(dtype: torch.dtype | str) -> torch.dtype:
 def _load_directory(found: Located, target: Target) -> LoadedModel:
     path = found.path
     config = read_config(path)
-    plain = without_quantization(config)
-    supported_shape(plain)
-    with ExitStack() as open_files:
-        source = dequantised(SafetensorsSource(path, open_files), config)
-        decoder = build(path, plain, source, target)
+    decoder = load_foreign(path, config, target) if is_foreign(config) else _load_ours(path, config, target)
     tokenizer = from_directory(path)
     why = "" if tokenizer else f"there is no tokenizer.json in {path}"
     eos_ids = _checked_text(path, decoder, tokenizer, _eos_of_directory(path, config, tokenizer))
     return LoadedModel(found.name, decoder, tokenizer, why, eos_ids, config)
+
+
+def _load_ours(path: Path, config: Mapping[str, Any], target: Target) -> Decoder | OpenVinoDecoder:
+    plain = without_quantization(config)
+    supported_shape(plain)
+    with ExitStack() as open_files:
+        return build(path, plain, dequantised(SafetensorsSource(path, open_files), config), target)
 
 
 def _load_gguf(found: Located, target: Target) -> LoadedModel:
@@ -181,7 +184,7 @@ def _eos_of_directory(path: Path, config: Mapping[str, Any], tokenizer: Tokenize
 
 
 def _checked_text(
-    path: Path, decoder: Decoder | OpenVinoDecoder, tokenizer: Tokenizer | None, eos: Any
+    path: Path, decoder: Decoder | ForeignDecoder | OpenVinoDecoder, tokenizer: Tokenizer | None, eos: Any
 ) -> tuple[int, ...]:
     """The ids that end a reply, an id or a list of them in `eos`, once these and the tokenizer's words fit the model.
 

@@ -1,11 +1,12 @@
 """Continuous batching: every step takes whatever can run, under one token budget.
 
 There is no prefill or decode mode: each request has `done < length` and a step narrows the gap. Decodes go
-first, then prompts under way (in chunks), then new requests, in order of rank. A request is admitted only when
-pages for its whole prompt can be set aside, so that prompts never take each other's pages. When a decode finds
-no page, those ranked behind it give theirs back and are computed again later (recompute; Kwon et al., 2023,
-arXiv 2309.06180), in other batch shapes, so to logits that are equal up to rounding. The first in rank always
-proceeds, so the pool cannot deadlock. Plan and commit are O(rows).
+first, then prompts under way (in chunks), then new requests, in order of rank; guesses (`speculation`) take what is left.
+A request is admitted only when pages for its whole prompt can be set aside, so that prompts never take each other's
+pages, and nobody ahead is computing them for it (`upcoming`). When a decode finds no page, those ranked behind it give
+theirs back and are computed again later (recompute; Kwon et al., 2023, arXiv 2309.06180), in other batch shapes, so to
+logits that are equal up to rounding. The first in rank always proceeds, so the pool cannot deadlock. Plan and commit
+are O(rows).
 """
 
 from collections import deque

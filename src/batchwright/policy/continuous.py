@@ -1,7 +1,7 @@
 """Continuous batching: every step takes whatever can run, under one token budget.
 
 There is no prefill or decode mode: each request has `done < length` and a step narrows the gap. Decodes go
-first, then prompts under way (in chunks), then new requests, in order of rank; guesses (`speculation`) take what is left.
+first, then prompts under way (in chunks), then new requests, in order of rank; guesses take what is left.
 A request is admitted only when pages for its whole prompt can be set aside, so that prompts never take each other's
 pages, and nobody ahead is computing them for it (`upcoming`). When a decode finds no page, those ranked behind it give
 theirs back and are computed again later (recompute; Kwon et al., 2023, arXiv 2309.06180), in other batch shapes, so to

@@ -53,6 +53,13 @@ def test_a_word_is_ruled_out_at_the_beginning_and_in_the_middle_of_a_text():
     assert bad_word_ids(SamplingParams(bad_words=("  ab", (7, 8), "ab")), Letters()) == expected
 
 
+def test_as_many_and_as_long_words_as_are_allowed_may_be_written_as_ids():
+    """128 words of 100 characters have 256 forms, which params take in their place."""
+    words = tuple(chr(97 + i % 25) + f"{i:03}" * 33 for i in range(128))
+    forms = bad_word_ids(SamplingParams(bad_words=words), Letters())
+    assert len(SamplingParams(bad_words=forms).bad_words) == 256
+
+
 def test_a_word_that_is_no_token_is_refused():
     """There would be nothing to rule out."""
     with pytest.raises(RequestError, match="makes no token of it"):

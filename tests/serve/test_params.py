@@ -96,7 +96,7 @@ def test_a_setting_out_of_range_is_refused(setting):
         ("stop_token_ids", [7] * 128),
         ("logit_bias", dict.fromkeys(range(300), 1.0)),
         ("bad_words", ["x" * 100] * 128),
-        ("bad_words", [[3] * 100] * 128),
+        ("bad_words", [[3] * 500] * 256),
         ("allowed_token_ids", range(65_536)),
     ],
     ids=str,

@@ -19,6 +19,8 @@ MAX_BIASES = 300
 MAX_BIAS = 100.0
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_LENGTH = 100
+MAX_FORMS = 2 * MAX_BAD_WORDS  # of bad words as token ids: a tokenizer writes a word in up to two ways
+MAX_FORM_LENGTH = 5 * MAX_BAD_WORD_LENGTH  # and makes of a character up to four tokens, or rarely more
 MAX_ALLOWED = 1 << 16
 MAX_ANSWERS = 128
 MAX_PENALTY = 2.0
@@ -27,7 +29,8 @@ MAX_SHOWN = 200  # characters of a refused value that its error repeats
 _SEEDS = -(1 << 63), (1 << 64) - 1
 _BIASES = f"at most {MAX_BIASES} different tokens, each with a bias from {-MAX_BIAS:g} to {MAX_BIAS:g}"
 _WORDS = (
-    f"at most {MAX_BAD_WORDS} strings or sequences of token ids, each of 1 to {MAX_BAD_WORD_LENGTH} characters or ids"
+    f"at most {MAX_BAD_WORDS} strings of 1 to {MAX_BAD_WORD_LENGTH} characters, or {MAX_FORMS} sequences of "
+    f"1 to {MAX_FORM_LENGTH} token ids, a string counting as two"
 )
 
 
@@ -171,12 +174,14 @@ def _are_biases(values: Sequence[object]) -> bool:
 
 
 def _are_words(values: Sequence[object]) -> bool:
-    return len(values) <= MAX_BAD_WORDS and all(
-        isinstance(word, str | tuple)
-        and 1 <= len(word) <= MAX_BAD_WORD_LENGTH
-        and (bool(word.strip()) if isinstance(word, str) else _are_ids(word))
-        for word in values
-    )
+    num_forms = sum(2 if isinstance(word, str) else 1 for word in values)
+    return num_forms <= MAX_FORMS and all(_is_word(word) for word in values)
+
+
+def _is_word(value: object) -> bool:
+    if isinstance(value, str):
+        return bool(value.strip()) and len(value) <= MAX_BAD_WORD_LENGTH
+    return isinstance(value, tuple) and 1 <= len(value) <= MAX_FORM_LENGTH and _are_ids(value)
 
 
 def _whole(low: int, high: float = math.inf) -> Callable[[Any], bool]:

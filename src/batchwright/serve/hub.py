@@ -35,6 +35,12 @@ _NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(?:/(?P<file>.+\.g
 _TRANSPORT_ERROR: type[Exception] = errors.HfHubHTTPError.__bases__[0]
 """What the HTTP library raises that this release of the client builds on; each major release had another one."""
 
+_FAILURES = (
+    _TRANSPORT_ERROR, errors.XetDownloadError, OSError, ValueError, RuntimeError, LookupError, TypeError,
+    AttributeError, AssertionError,
+)  # fmt: skip
+"""What the client raises; the last of them where an answer is none that a hub gives."""
+
 
 class HubName(NamedTuple):
     """`org/name`, `org/name@revision`, or `org/name/file.gguf`. `revision`: a branch, a tag or a commit."""
@@ -94,7 +100,7 @@ def _asking(name: HubName) -> Iterator[None]:
     try:
         with _bars():
             yield
-    except (OSError, ValueError, RuntimeError, _TRANSPORT_ERROR) as error:
+    except _FAILURES as error:
         raise _error(name, error) from error
 
 
@@ -133,7 +139,9 @@ def _error(name: HubName, error: Exception) -> BatchwrightError:
     if isinstance(error, OSError) and error.strerror:
         fact = f"the cache in {constants.HF_HUB_CACHE} cannot be written: {error.strerror}"
         return InputError(asked, fact, "make room there, or set HF_HUB_CACHE to another directory")
-    fact = f"the connection to {hub} failed, or brought less than was announced ({type(error).__name__})"
+    fact = (
+        f"the connection to {hub} failed, or brought less than, or not what, a hub announces ({type(error).__name__})"
+    )
     return BrokenWeights(asked, fact, "try again: files that arrived whole are kept")
 
 

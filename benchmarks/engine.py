@@ -10,20 +10,16 @@ table and writes a dated file to results/; `--profile` prints where the time goe
 import argparse
 import cProfile
 import gc
-import json
-import os
-import platform
 import pstats
 import statistics
-import sys
 from collections import deque
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import batchwright
+import dated
+
 from batchwright.policy.pages import Memory
 from batchwright.policy.types import StepPlan
 from batchwright.serve.engine import Engine
@@ -36,7 +32,6 @@ SIZES = (32, 64)
 NUM_STEPS = 256
 MEMORY = Memory(num_pages=4096, page_size=16, context=4096)
 TEXT = "The quick brown fox jumps over the lazy dog, and seven wizards box with five dozen jugs of liquor. " * 8
-RESULTS = Path(__file__).parent / "results"
 
 
 class ScriptedExecutor:
@@ -83,7 +78,7 @@ def main() -> None:
     results = measure(model, arguments.repeats)
     print_table(results)
     if not arguments.no_file:
-        print(f"\nwritten to {write(results, arguments.repeats).relative_to(RESULTS.parent)}")
+        print(f"\nwritten to {write(results, arguments.repeats)}")
 
 
 def measure(model: LoadedModel, repeats: int) -> dict[str, dict[int, list[float]]]:
@@ -141,43 +136,17 @@ def print_table(results: dict[str, dict[int, list[float]]]) -> None:
 
 
 def write(results: dict[str, dict[int, list[float]]], repeats: int) -> Path:
-    """The dated file: what was measured, on what, how."""
-    now = datetime.now(UTC)
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{now:%Y-%m-%d}-engine.json"
-    record = {
-        "what": "milliseconds per step outside the executor: median step of every repeat",
-        "date": now.isoformat(timespec="seconds"),
-        "command": f"python benchmarks/engine.py --repeats {repeats}",
-        "hardware": processor(),
-        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # others were at work beside it
-        "python": f"{platform.python_implementation()} {platform.python_version()} on {sys.platform}",
-        "batchwright": batchwright.__version__,
-        "repeats": repeats,
-        "steps_per_repeat": NUM_STEPS,
-        "results": {
-            name: {
-                str(num): {
-                    "median_ms": round(statistics.median(times), 4),
-                    "min_ms": round(min(times), 4),
-                    "max_ms": round(max(times), 4),
-                    "repeats_ms": [round(time, 4) for time in times],
-                }
-                for num, times in by_size.items()
-            }
-            for name, by_size in results.items()
-        },
+    """The dated file."""
+    spreads = {
+        way: {str(num): dated.spread("ms", times) for num, times in by_size.items()} for way, by_size in results.items()
     }
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    return path
-
-
-def processor() -> str:
-    """The CPU's name where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
-    return f"{len(names)} x {names[0]}" if names else platform.processor() or platform.machine()
+    return dated.write(
+        "engine",
+        "milliseconds per step outside the executor: median step of every repeat",
+        spreads,
+        repeats=repeats,
+        steps_per_repeat=NUM_STEPS,
+    )
 
 
 if __name__ == "__main__":

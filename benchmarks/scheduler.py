@@ -8,17 +8,13 @@ sizes, so that a slow moment of the machine meets them alike. Prints a table and
 
 import argparse
 import gc
-import json
-import os
-import platform
 import statistics
-import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
 
-import batchwright
+import dated
+
 from batchwright.policy.continuous import Continuous, ContinuousSettings
 from batchwright.policy.pages import Memory
 from batchwright.policy.static import static
@@ -28,7 +24,6 @@ SIZES = (64, 256, 1024)
 PAGE_SIZE = 16
 MEMORY = Memory(num_pages=40_000, page_size=PAGE_SIZE, context=4096)
 STEPS_PER_REPEAT = 2 * PAGE_SIZE
-RESULTS = Path(__file__).parent / "results"
 
 SCHEDULERS: dict[str, Callable[[int], Scheduler]] = {
     "continuous": lambda num: Continuous(MEMORY, ContinuousSettings(max_rows=num, token_budget=100_000)),
@@ -48,7 +43,7 @@ def main() -> None:
     results = measure(arguments.repeats)
     print_table(results)
     if not arguments.no_file:
-        print(f"\nwritten to {write(results, arguments.repeats).relative_to(RESULTS.parent)}")
+        print(f"\nwritten to {write(results, arguments.repeats)}")
 
 
 def measure(repeats: int) -> dict[str, dict[int, list[float]]]:
@@ -108,46 +103,17 @@ def print_table(results: dict[str, dict[int, list[float]]]) -> None:
 
 
 def write(results: dict[str, dict[int, list[float]]], repeats: int) -> Path:
-    """The dated file: what was measured, on what, how."""
-    now = datetime.now(UTC)
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{now:%Y-%m-%d}-scheduler.json"
-    record = {
-        "what": "milliseconds per plan + commit: median step of every repeat",
-        "date": now.isoformat(timespec="seconds"),
-        "command": f"python benchmarks/scheduler.py --repeats {repeats}",
-        "hardware": processor(),
-        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # others were at work beside it
-        "python": f"{platform.python_implementation()} {platform.python_version()} on {sys.platform}",
-        "batchwright": batchwright.__version__,
-        "repeats": repeats,
-        "steps_per_repeat": STEPS_PER_REPEAT,
-        "results": {
-            name: {
-                str(num): {
-                    "median_ms": round(statistics.median(times), 4),
-                    "min_ms": round(min(times), 4),
-                    "max_ms": round(max(times), 4),
-                    "repeats_ms": [round(time, 4) for time in times],
-                }
-                for num, times in by_size.items()
-            }
-            for name, by_size in results.items()
-        },
+    """The dated file."""
+    spreads = {
+        way: {str(num): dated.spread("ms", times) for num, times in by_size.items()} for way, by_size in results.items()
     }
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    return path
-
-
-def processor() -> str:
-    """The CPU's name where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    names = (
-        [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
-        if (info.exists())
-        else []
+    return dated.write(
+        "scheduler",
+        "milliseconds per plan + commit: median step of every repeat",
+        spreads,
+        repeats=repeats,
+        steps_per_repeat=STEPS_PER_REPEAT,
     )
-    return f"{len(names)} x {names[0]}" if names else platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

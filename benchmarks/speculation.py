@@ -65,7 +65,7 @@ def main() -> None:
 
 def compared(model: LoadedModel, text: str, num_rows: int, repeats: int) -> dict[str, Any]:
     """Both ways in turn, after a warm-up; answers must be equal."""
-    prompts, params = requests(model, text)
+    prompts, params = requests(model, text, max(4, num_rows))
     runs: list[tuple[Run, Run]] = []
     for _ in range(repeats + 1):
         plain = run(model, num_rows, None, prompts, params)
@@ -87,10 +87,10 @@ def compared(model: LoadedModel, text: str, num_rows: int, repeats: int) -> dict
     }
 
 
-def requests(model: LoadedModel, text: str) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of 200 to 300 tokens and what is asked of them."""
+def requests(model: LoadedModel, text: str, num: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """So many prompts of some 200 tokens, and what is asked of them."""
     assert model.tokenizer
-    passages = [model.tokenizer.encode(topics[name].replace("*", ""))[:180] for name in PASSAGES]
+    passages = [model.tokenizer.encode(topics[name].replace("*", ""))[:180] for name in PASSAGES[:num]]
     order = "Repeat this text word for word" if text == "repetitive" else "Tell a story about this text"
     prompts = []
     for passage in passages:

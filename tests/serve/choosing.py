@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from batchwright.serve.filters import kept, most_typical
+from batchwright.serve.filters import Scored, kept, most_typical
 from batchwright.serve.params import SamplingParams
 from batchwright.serve.ranking import likeliest
 from batchwright.serve.sampling import Row, Sampled, Sampler, _Way
@@ -68,11 +68,12 @@ def distribution(logits_BV: Tensor, asked: Sequence[Asked]) -> Tensor:
     processed_BV = sampler._processed(logits_BV, rows, None)
     settings_BP = torch.from_numpy(sampler._settings_SP[[row.slot.index for row in rows]])
     rate_B, limits_BL = settings_BP[:, 0].float(), settings_BP[:, 1:]
-    scores_BV, room_BV = sampler._scores(processed_BV, likeliest(processed_BV)[0], torch.arange(len(rows)), rate_B)
-    weight_BV = torch.zeros_like(scores_BV, dtype=torch.float64)
-    groups = kept(scores_BV, scores_BV.softmax(-1), limits_BL)
+    scored = Scored(processed_BV, likeliest(processed_BV)[0], rate_B)
+    scores_BV, room_BV = sampler._room(len(rows))
+    groups = kept(scored, scored.all(scores_BV).softmax(-1), limits_BL)
     if all(row.slot.way is _Way.TYPICAL for row in rows):
         groups = most_typical(scores_BV, limits_BL[:, -1], room_BV)
+    weight_BV = torch.zeros_like(scores_BV, dtype=torch.float64)
     for row_G, id_GC, weight_GC in groups:
         weight_BV[row_G[:, None], id_GC] = weight_GC
     weight_BV = weight_BV[:, : logits_BV.shape[1]]

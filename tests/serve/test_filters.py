@@ -95,5 +95,6 @@ def test_a_cut_does_not_wait_for_tokens_without_weight():
     logits_1V = torch.full((1, 10_000), -math.inf)
     logits_1V[0, [4, 70, 9000]] = torch.tensor([1.0, 2.0, 3.0])
     limits_1L = torch.tensor([filters.OFF], dtype=torch.float64)
-    groups = list(filters.kept(logits_1V - 3, None, limits_1L))
+    scored = filters.Scored(logits_1V, torch.tensor([3.0]), torch.ones(1))
+    groups = list(filters.kept(scored, None, limits_1L))
     assert [tuple(ids.shape) for _, ids, _ in groups] == [(1, 64)]

@@ -37,6 +37,29 @@ class Limits(NamedTuple):
     typical_p_R: Tensor
 
 
+class Scored(NamedTuple):
+    """Rows of logits, their peaks, and one over their temperatures; a score is made where it is asked for.
+
+    It is shifted before it is scaled: then a row's highest is 0, and no temperature is small enough for NaN.
+    """
+
+    logits_RV: Tensor
+    peak_R: Tensor
+    rate_R: Tensor
+
+    def of(self, row_R: Tensor, id_RC: Tensor) -> Tensor:
+        """score_RC of some tokens of some rows."""
+        return (self.logits_RV[row_R[:, None], id_RC] - self.peak_R[row_R, None]) * self.rate_R[row_R, None]
+
+    def all(self, out_RV: Tensor) -> Tensor:
+        """`out_RV`, which may be wider: then it is filled up with -inf."""
+        inside_RV = out_RV[:, : self.logits_RV.shape[1]]
+        torch.sub(self.logits_RV, self.peak_R[:, None], out=inside_RV)
+        inside_RV *= self.rate_R[:, None]
+        out_RV[:, self.logits_RV.shape[1] :] = -math.inf
+        return out_RV
+
+
 class Kept(NamedTuple):
     """A group of rows, their candidates, and the weights of these: 0 for what is cut, the last ones or not."""
 
@@ -51,13 +74,9 @@ class _Keep(Protocol):
     def __call__(self, row_R: Tensor, id_RC: Tensor, *, is_all: bool) -> tuple[Kept, Tensor]: ...
 
 
-def draw_filtered(scores_RV: Tensor, limits_RL: Tensor, uniform_R: Tensor, room_RV: Tensor | None) -> Tensor:
-    """A token_R of each row, by top-k, top-p, min-p, and typical behind one of them. A row's highest score is 0.
-
-    `room`, which is written over, is None where nobody asks for top-p without top-k.
-    """
-    share_RV = None if room_RV is None else torch.softmax(scores_RV, -1, out=room_RV)
-    return _drawn(kept(scores_RV, share_RV, limits_RL), uniform_R)
+def draw_filtered(scored: Scored, share_RV: Tensor | None, limits_RL: Tensor, uniform_R: Tensor) -> Tensor:
+    """A token_R of each row, by top-k, top-p, min-p, and typical behind one of them; arguments as for `kept`."""
+    return _drawn(kept(scored, share_RV, limits_RL), uniform_R)
 
 
 def draw_typical(scores_RV: Tensor, typical_p_R: Tensor, uniform_R: Tensor, room_RV: Tensor) -> Tensor:
@@ -65,12 +84,12 @@ def draw_typical(scores_RV: Tensor, typical_p_R: Tensor, uniform_R: Tensor, room
     return _drawn(most_typical(scores_RV, typical_p_R, room_RV), uniform_R)
 
 
-def kept(scores_RV: Tensor, share_RV: Tensor | None, limits_RL: Tensor) -> Iterator[Kept]:
+def kept(scored: Scored, share_RV: Tensor | None, limits_RL: Tensor) -> Iterator[Kept]:
     """What the filters keep. `share_RV`, of the whole, may be missing where nobody asks for top-p without top-k."""
 
     def keep(row_R: Tensor, id_RC: Tensor, *, is_all: bool) -> tuple[Kept, Tensor]:
         limits = Limits(*limits_RL[row_R].unbind(1))
-        score_RC = scores_RV[row_R[:, None], id_RC]
+        score_RC = scored.of(row_R, id_RC)
         weight_RC, first_R = weights(score_RC.exp()), id_RC[:, 0]
         whole_R = torch.ones_like(first_R) if share_RV is None else weight_RC[:, 0] / share_RV[row_R, first_R]
         weight_RC, is_settled_R = _filtered(weight_RC, score_RC, whole_R, limits, is_all=is_all)
@@ -79,7 +98,7 @@ def kept(scores_RV: Tensor, share_RV: Tensor | None, limits_RL: Tensor) -> Itera
         return Kept(row_R, id_RC, weight_RC), is_settled_R
 
     any_typical = bool((Limits(*limits_RL.unbind(1)).typical_p_R < 1).any())
-    return _settled(scores_RV, keep)
+    return _settled(scored.logits_RV, keep)
 
 
 def most_typical(scores_RV: Tensor, typical_p_R: Tensor, room_RV: Tensor) -> Iterator[Kept]:

@@ -44,7 +44,7 @@ def ranked(logits_RV: Tensor, num: int) -> Tensor:
     if num * BLOCK >= logits_RV.shape[1]:
         return _highest(logits_RV, num)
     logits_RNK = blocks(logits_RV, BLOCK)
-    block_RC = _highest(logits_RNK.amax(-1), num).sort(-1).values  # ascending, so that places below ascend with ids
+    block_RC = _places_of_highest(logits_RNK.amax(-1), num)  # ascending, so that places below ascend with ids
     row_R1 = torch.arange(len(logits_RV), device=logits_RV.device)[:, None]
     place_RC = _highest(logits_RNK[row_R1, block_RC].flatten(1), num)
     return block_RC.gather(1, place_RC >> _BLOCK_BITS) * BLOCK + (place_RC & (BLOCK - 1))
@@ -52,11 +52,10 @@ def ranked(logits_RV: Tensor, num: int) -> Tensor:
 
 def _highest(logits_RN: Tensor, num: int) -> Tensor:
     """place_RC of the `num` highest, in order; equals by lower place."""
-    if logits_RN.device.type != "cpu":
-        keys_RN = _keys(logits_RN, torch.arange(logits_RN.shape[1], device=logits_RN.device))
-        return keys_RN.topk(num, largest=False, sorted=True).values & _PLACE
-    place_RC = torch.from_numpy(_highest_in_no_order(logits_RN.numpy(), num))
-    return torch.from_numpy(np.sort(_keys(logits_RN.gather(1, place_RC), place_RC).numpy())) & _PLACE
+    place_RC = _places_of_highest(logits_RN, num)
+    key_RC = _keys(logits_RN.gather(1, place_RC), place_RC)
+    sorted_RC = torch.from_numpy(np.sort(key_RC.numpy())) if key_RC.device.type == "cpu" else key_RC.sort(-1).values
+    return sorted_RC & _PLACE
 
 
 def _keys(logits: Tensor, places: Tensor) -> Tensor:
@@ -69,22 +68,29 @@ def _keys(logits: Tensor, places: Tensor) -> Tensor:
     return torch.sub(places, ascending, alpha=1 << 32)
 
 
-def _highest_in_no_order(logits_RN: NDArray[np.float32], num: int) -> NDArray[np.int64]:
-    """All that reach the `num`-th highest, which are more only where others equal that."""
+def _places_of_highest(logits_RN: Tensor, num: int) -> Tensor:
+    """place_RC of the `num` highest, ascending; of equals at the edge the lower ones."""
+    if logits_RN.device.type == "cpu":
+        return torch.from_numpy(_reaching(logits_RN.numpy(), num))
+    key_RN = _keys(logits_RN, torch.arange(logits_RN.shape[1], device=logits_RN.device))
+    return (key_RN.topk(num, largest=False, sorted=False).values & _PLACE).sort(-1).values
+
+
+def _reaching(logits_RN: NDArray[np.float32], num: int) -> NDArray[np.int64]:
+    """All places that reach the `num`-th highest, which are more only where others equal that."""
     num_rows, width = logits_RN.shape
     if num == width:
         return np.broadcast_to(np.arange(width), logits_RN.shape).copy()
     edge_R1 = np.partition(logits_RN, width - num)[:, width - num, None]
-    reaching = np.flatnonzero(logits_RN >= edge_R1)
-    if len(reaching) == num_rows * num:
-        places: NDArray[np.int64] = reaching.reshape(num_rows, num) % width
+    found = np.flatnonzero(logits_RN >= edge_R1)
+    if len(found) == num_rows * num:
+        places: NDArray[np.int64] = found.reshape(num_rows, num) % width
         return places
     return np.stack(
-        [_highest_with_equals(logits_N, edge, num) for logits_N, edge in zip(logits_RN, edge_R1, strict=True)]
+        [_without_last_equals(logits_N, edge, num) for logits_N, edge in zip(logits_RN, edge_R1, strict=True)]
     )
 
 
-def _highest_with_equals(logits_N: NDArray[np.float32], edge: NDArray[np.float32], num: int) -> NDArray[np.int64]:
+def _without_last_equals(logits_N: NDArray[np.float32], edge: NDArray[np.float32], num: int) -> NDArray[np.int64]:
     above, at = np.flatnonzero(logits_N > edge), np.flatnonzero(logits_N == edge)
-    places: NDArray[np.int64] = np.concatenate([above, at[: num - len(above)]])
-    return places
+    return np.sort(np.concatenate([above, at[: num - len(above)]]))

@@ -21,11 +21,11 @@ def portions(num_rows: int, width: int, device: torch.device) -> Iterator[slice]
     return (slice(first, min(num_rows, first + num_at_once)) for first in range(0, num_rows, num_at_once))
 
 
-def blocks(logits_RV: Tensor, width: int) -> Tensor:
-    """logits_RNK: the row cut into blocks of `width` tokens, the last one filled up with -inf."""
-    if missing := -logits_RV.shape[1] % width:
-        logits_RV = functional.pad(logits_RV, (0, missing), value=-math.inf)
-    return logits_RV.view(logits_RV.shape[0], -1, width)
+def blocks(x_RV: Tensor, width: int, filler: float = -math.inf) -> Tensor:
+    """x_RNK: the row cut into blocks of `width` tokens, the last one filled up."""
+    if missing := -x_RV.shape[1] % width:
+        x_RV = functional.pad(x_RV, (0, missing), value=filler)
+    return x_RV.view(x_RV.shape[0], -1, width)
 
 
 def entries(x_RN: Tensor, index_R: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from batchwright.serve import biases, penalties
 from batchwright.serve.bad_words import BadWords, WordsOfRow, completions
 from batchwright.serve.biases import TokensOfRow
 from batchwright.serve.draws import FOLD, MAX_VOCABULARY, draw
-from batchwright.serve.filters import OFF, draw_filtered, draw_typical
+from batchwright.serve.filters import OFF, Scored, draw_filtered, draw_typical
 from batchwright.serve.params import SamplingParams
 from batchwright.serve.penalties import History, PenalisedRow, Penalties
 from batchwright.serve.ranking import likeliest
@@ -59,7 +59,7 @@ class Slot:
 
     __slots__ = (
         "__weakref__", "allowed", "bad_words", "bias", "changes_logits", "end_ids", "history", "index", "min_end",
-        "needs_whole", "num_logprobs", "penalties", "way",
+        "needs_share", "num_logprobs", "penalties", "way",
     )  # fmt: skip
 
     def __init__(
@@ -73,7 +73,7 @@ class Slot:
         self.index = index
         self.num_logprobs = params.logprobs
         self.way = _way(limits) if params.temperature > 0 else None
-        self.needs_whole = params.top_p < 1 and limits[0] == OFF[0]
+        self.needs_share = params.top_p < 1 and limits[0] == OFF[0]
         self.bias = _bias(params)
         self.allowed = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids)
         sequences = [word for word in params.bad_words if not isinstance(word, str)]
@@ -116,7 +116,7 @@ class Sampler:
     def __init__(self, num_vocab: int, device: torch.device) -> None:
         assert 0 < num_vocab <= MAX_VOCABULARY
         self.num_vocab = num_vocab
-        self._device = device
+        self.device = device
         self._free: list[int] = []
         self._num_slots = 0
         self._settings_SP = np.empty((0, _NUM_SETTINGS))
@@ -153,7 +153,7 @@ class Sampler:
         sound = [math.isfinite(peak) for peak in peaks]
         for way in _Way:
             drawn = [i for i, row in enumerate(rows) if row.slot.way is way and sound[i]]
-            for part in portions(len(drawn), self.num_vocab, self._device):
+            for part in portions(len(drawn), self.num_vocab, self.device):
                 self._draw(processed_BV, peak_B, token_B, rows, drawn[part])
         tokens: list[int] = token_B.tolist()
         sampled = [
@@ -196,7 +196,7 @@ class Sampler:
         for row_E, token_E in _ruled_out(rows):
             biases.rule_out(processed_BV, row_E, token_E)
         if mask_BW is not None:
-            biases.rule_out_unset(processed_BV, mask_BW.to(self._device))
+            biases.rule_out_unset(processed_BV, mask_BW.to(self.device))
         return processed_BV
 
     def _draw(
@@ -206,36 +206,30 @@ class Sampler:
         slots = [rows[i].slot for i in drawn]
         slot_R = np.array([slot.index for slot in slots])
         position_R = np.array([rows[i].end for i in drawn], dtype=np.uint64)
-        uniform_R = torch.from_numpy(uniforms(self._streams_S[slot_R], position_R)).to(self._device)
-        settings_RP = torch.from_numpy(self._settings_SP[slot_R]).to(self._device)
-        rate_R, limits_RL = settings_RP[:, 0].float(), settings_RP[:, 1:]
-        row_R = torch.tensor(drawn, device=self._device)
-        scores_RV, room_RV = self._scores(logits_BV, peak_B, row_R, rate_R)
-        if slots[0].way is _Way.PLAIN:
-            token_B[row_R] = draw(scores_RV, uniform_R, room_RV)
-        elif slots[0].way is _Way.TYPICAL:
-            token_B[row_R] = draw_typical(scores_RV, limits_RL[:, -1], uniform_R, room_RV)
-        else:
-            needs_room = any(slot.needs_whole for slot in slots)
-            token_B[row_R] = draw_filtered(scores_RV, limits_RL, uniform_R, room_RV if needs_room else None)
+        uniform_R = torch.from_numpy(uniforms(self._streams_S[slot_R], position_R)).to(self.device)
+        settings_RP = torch.from_numpy(self._settings_SP[slot_R]).to(self.device)
+        row_R, limits_RL = torch.tensor(drawn, device=self.device), settings_RP[:, 1:]
+        is_all = len(drawn) == len(rows)
+        scored = Scored(logits_BV if is_all else logits_BV[row_R], peak_B[row_R], settings_RP[:, 0].float())
+        scores_RV, room_RV = self._room(len(drawn))
+        match slots[0].way:
+            case _Way.PLAIN:
+                token_R = draw(scored.all(scores_RV), uniform_R, room_RV)
+            case _Way.TYPICAL:
+                token_R = draw_typical(scored.all(scores_RV), limits_RL[:, -1], uniform_R, room_RV)
+            case _:
+                needs_share = any(slot.needs_share for slot in slots)
+                share_RV = torch.softmax(scored.all(scores_RV), -1, out=room_RV) if needs_share else None
+                token_R = draw_filtered(scored, share_RV, limits_RL, uniform_R)
+        token_B[row_R] = token_R
 
-    def _scores(self, logits_BV: Tensor, peak_B: Tensor, row_R: Tensor, rate_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits over temperature, and room for as many.
-
-        First shifted so that the highest is 0: then no temperature is small enough for NaN. Filled up with -inf.
-        """
-        if len(row_R) > self._room_2RV.shape[1]:
+    def _room(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """For two numbers per token of these rows, filled up to whole blocks."""
+        if num_rows > self._room_2RV.shape[1]:
             width = -(-self.num_vocab // FOLD) * FOLD
-            self._room_2RV = torch.empty(2, len(row_R), width, device=self._device)
-        scores_RV, room_RV = self._room_2RV[:, : len(row_R)]
-        inside_RV = scores_RV[:, : self.num_vocab]
-        if len(row_R) == len(logits_BV):
-            torch.sub(logits_BV, peak_B[:, None], out=inside_RV)
-        else:
-            torch.sub(logits_BV[row_R], peak_B[row_R, None], out=inside_RV)
-        inside_RV *= rate_R[:, None]
-        scores_RV[:, self.num_vocab :] = -math.inf
-        return scores_RV, room_RV
+            self._room_2RV = torch.empty(2, num_rows, width, device=self.device)
+        first_RV, second_RV = self._room_2RV[:, :num_rows]
+        return first_RV, second_RV
 
     def _score(self, logits_BV: Tensor, rows: Sequence[Row], sampled: list[Sampled]) -> None:
         """Put log-probabilities where they are asked for."""
@@ -247,7 +241,7 @@ class Sampler:
         if not asked:
             return
         indices = [i for i, _ in asked]
-        logits_RV = logits_BV if len(asked) == len(rows) else logits_BV[torch.tensor(indices, device=self._device)]
+        logits_RV = logits_BV if len(asked) == len(rows) else logits_BV[torch.tensor(indices, device=self.device)]
         scores = score(logits_RV, [sampled[i].token for i in indices], [num for _, num in asked])
         for i, (logprob, top) in zip(indices, scores, strict=True):
             sampled[i] = Sampled(sampled[i].token, logprob, top)

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from batchwright.serve.draws import FOLD, NUM_SHARE_BITS, folded, whole_units
 from batchwright.serve.ranking import likeliest, ranked
-from batchwright.serve.rows import entries, portions
+from batchwright.serve.rows import blocks, entries, portions
 
 Score = tuple[float, tuple[tuple[int, float], ...]]
 """A token's log-probability, and the likeliest tokens with theirs: likeliest first, equals by lower id."""
@@ -50,6 +49,6 @@ def _log_totals(logits_RV: Tensor) -> Tensor:
     """Log of the sum of exp(logit), in float64."""
     peak_R, token_R = likeliest(logits_RV)
     share_RV = torch.softmax(logits_RV, -1)
-    padded_RV = functional.pad(share_RV, (0, -share_RV.shape[1] % FOLD))
-    sum_R = whole_units(folded(padded_RV.view(len(padded_RV), FOLD, -1))).sum(-1) * 2.0**-NUM_SHARE_BITS
+    share_RNF = blocks(share_RV, FOLD, 0.0)
+    sum_R = whole_units(folded(share_RNF.view(len(share_RV), FOLD, -1))).sum(-1) * 2.0**-NUM_SHARE_BITS
     return peak_R.double() - entries(share_RV, token_R).double().log() + sum_R.log()

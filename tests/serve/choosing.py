@@ -118,8 +118,8 @@ class _OpenAIPenalties(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         scores, output = scores.clone(), input_ids[0, self.num_prompt :].tolist()
         for token in set(output):
-            scores[0, token] -= output.count(token) * self.frequency
-            scores[0, token] -= self.presence
+            scores[0, token] -= scores.new_tensor(self.frequency) * output.count(token)
+            scores[0, token] -= scores.new_tensor(self.presence)
         return scores
 
 

@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, Any
 from batchwright.errors import BatchwrightError, MissingDependency
 
 if TYPE_CHECKING:
+    from batchwright.serve.constraint import Constraint
     from batchwright.serve.engine import Engine
     from batchwright.serve.outputs import Completion, Output
     from batchwright.serve.params import SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = ["BatchwrightError", "Completion", "Engine", "Output", "SamplingParams", "__version__"]
+__all__ = ["BatchwrightError", "Completion", "Constraint", "Engine", "Output", "SamplingParams", "__version__"]
 
 _HOMES = {
     "Completion": "batchwright.serve.outputs",
+    "Constraint": "batchwright.serve.constraint",
     "Engine": "batchwright.serve.engine",
     "Output": "batchwright.serve.outputs",
     "SamplingParams": "batchwright.serve.params",

@@ -5,12 +5,16 @@ Nothing here touches the engine's state, so threads may do it side by side, whil
 
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import NamedTuple
 
 from batchwright.errors import ConfigError, RequestError
 from batchwright.serve.adapter_file import load_adapter
 from batchwright.serve.adapters import Adapter
 from batchwright.serve.bad_words import bad_word_ids
+from batchwright.serve.compiler import Compiler
+from batchwright.serve.constraint import Constraint
+from batchwright.serve.matcher import Grammar, Matcher
 from batchwright.serve.model import Decoder
 from batchwright.serve.params import SamplingParams, check_ids
 from batchwright.serve.prompts import Prompt, token_ids, tokenizer_of
@@ -28,10 +32,11 @@ class Work(NamedTuple):
     end_ids: tuple[int, ...]
     salt: str = ""
     adapter: Adapter | None = None
+    grammar: Grammar | None = None
 
     def extras(self, max_drafts: int) -> Extras:
         """For one choice: each follows its constraint by itself."""
-        return Extras(self.end_ids, self.adapter, max_drafts)
+        return Extras(self.end_ids, self.adapter, max_drafts, Matcher(self.grammar) if self.grammar else None)
 
 
 class Intake:
@@ -40,6 +45,8 @@ class Intake:
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._adapters: dict[str, Adapter] = {}
+        self._compiler: Compiler | None = None
+        self._lock = Lock()
 
     def add_adapter(self, name: str, folder: str | Path) -> None:
         """Load the LoRA adapter in `folder`, which PEFT wrote; requests know it by `name`."""
@@ -57,7 +64,7 @@ class Intake:
             params = replace(params, bad_words=words)
         check_ids(params, self._model.decoder.shape.vocab)
         end_ids = tuple({*self._model.eos_ids, *params.stop_token_ids})
-        return Work(tokens, params, end_ids, adapter or "", self._adapter(adapter))
+        return Work(tokens, params, end_ids, adapter or "", self._adapter(adapter), self._grammar(params.constraint))
 
     def _adapter(self, name: str | None) -> Adapter | None:
         if name is None:
@@ -66,6 +73,15 @@ class Intake:
             known = ", ".join(sorted(self._adapters)) or "none"
             raise RequestError(f"use adapter {name!r:.80}", f"the engine has {known}", "name one of these, or none")
         return self._adapters[name]
+
+    def _grammar(self, constraint: Constraint | None) -> Grammar | None:
+        if constraint is None:
+            return None
+        with self._lock:
+            if self._compiler is None:
+                tokenizer = tokenizer_of(self._model, "constrain an output")
+                self._compiler = Compiler(tokenizer, self._model.decoder.shape.vocab, self._model.eos_ids)
+        return self._compiler.compile(constraint).grammar
 
 
 def seconds(name: str, value: float) -> float:

@@ -20,6 +20,8 @@ from torch import Tensor
 from batchwright.policy.types import Chunk
 from batchwright.serve.adapters import Adapter
 from batchwright.serve.lookup import PromptLookup
+from batchwright.serve.masks import Masks, PendingMasks
+from batchwright.serve.matcher import Matcher
 from batchwright.serve.params import SamplingParams
 from batchwright.serve.sampling import Row, Sampled, Sampler, Slot
 from batchwright.serve.scoring import Score
@@ -31,12 +33,13 @@ class Extras(NamedTuple):
     """What an executor is told of a request beside its prompt and params.
 
     `end_ids`: tokens that would end it. `adapter`: what is added to the model for it. `max_drafts`: the most guesses
-    that it should offer for a step.
+    that it should offer for a step. `matcher`: what its constraint allows.
     """
 
     end_ids: tuple[int, ...] = ()
     adapter: Adapter | None = None
     max_drafts: int = 0
+    matcher: Matcher | None = None
 
 
 NO_EXTRAS = Extras()
@@ -71,6 +74,10 @@ class _Sequence:
         self.slot = slot
         self.drafts: list[int] = []
         self._lookup = PromptLookup(self.tokens) if extras.max_drafts else None
+
+    def outputs(self, end: int) -> list[int]:
+        """What follows the prompt, up to index `end`."""
+        return self.tokens[self.num_prompt : end]
 
     def accept(self, end: int, samples: Iterable[Sampled]) -> None:
         """Its tokens from `end` on are `samples`, until the next step says otherwise."""
@@ -122,6 +129,7 @@ class Feed:
         self._sampler = sampler
         self._drawn: list[_Drawn] = []
         self._foretold: list[_Foretold] = []
+        self._masks: PendingMasks | None = None
 
     @property
     def sampling_ids(self) -> list[str]:
@@ -144,6 +152,17 @@ class Feed:
             self._foretold.append(_Foretold(sequence, chunk.start + 1, last))
         return sequence.tokens[chunk.start : end]
 
+    def begin_masks(self, masks: Masks) -> None:
+        """Have what constraints allow worked out while the step runs."""
+        if any(drawn.sequence.extras.matcher for drawn in self._drawn):
+            self._masks = masks.begin(
+                [
+                    (drawn.sequence.extras.matcher, drawn.sequence.outputs(end))
+                    for drawn in self._drawn
+                    for end in drawn.ends
+                ]
+            )
+
     def targets(self) -> Iterator[tuple[int, int]]:
         """For each of `scored_rows`: the token that it foretells, and how many likeliest ones are asked for."""
         for sequence, first, end in self._foretold:
@@ -152,7 +171,7 @@ class Feed:
     def results(self, logits_RV: Tensor, scores: Sequence[Score] = ()) -> list[RowResult]:
         """Draw from float32 logits of `rows`, and append what is kept; `scores` are of `scored_rows`."""
         rows = [Row(drawn.sequence.slot, drawn.sequence.tokens, end) for drawn in self._drawn for end in drawn.ends]
-        sampled = iter(self._sampler.sample(logits_RV, rows))
+        sampled = iter(self._sample(logits_RV, rows))
         results: dict[int, RowResult] = {}
         for drawn in self._drawn:
             kept = drawn.kept(list(islice(sampled, drawn.num_drafts + 1)))
@@ -165,6 +184,15 @@ class Feed:
             results[id(sequence)] = result._replace(prompt_scores=its_scores)
         return list(results.values())
 
+    def _sample(self, logits_RV: Tensor, rows: Sequence[Row]) -> list[Sampled]:
+        if self._masks is None:
+            return self._sampler.sample(logits_RV, rows)
+        masked = self._masks.wait()
+        sampled = self._sampler.sample(logits_RV, rows, masked.bits_RW)
+        for row, error in masked.errors.items():
+            sampled[row] = Sampled(-1, error=error)
+        return sampled
+
 
 class Sequences:
     """The requests that an executor may be asked to run, and what chooses their tokens."""
@@ -172,6 +200,7 @@ class Sequences:
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
         self._sequences: dict[str, _Sequence] = {}
+        self._masks = Masks(sampler.num_vocab, sampler.device)
 
     def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams, extras: Extras = NO_EXTRAS) -> None:
         """`prompt` are its first tokens."""
@@ -200,4 +229,5 @@ class Sequences:
             first += num_positions
         if any(adapters):
             feed.adapters = adapters
+        feed.begin_masks(self._masks)
         return feed

@@ -82,12 +82,14 @@ class Decoder:
 
         Of a layer that is the residual and its norm, then either queries, keys, values and output, or the MLP's width,
         or experts' inputs, width, outputs and sums, the latter two in float32, should all tokens go to one of them.
-        Counted for our kernels; torch's operators keep more (docs/log.md).
+        Counted for our kernels; torch's operators keep more (docs/log.md). An adapter of gates or ups adds twice the
+        MLP's width.
         """
         shape, size = self.shape, self.dtype.itemsize
         heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         experts = (shape.hidden + shape.moe_intermediate) * size + (2 * shape.hidden + shape.num_experts) * 4
-        per_position = max(heads * size, shape.intermediate * size, experts if shape.num_experts else 0)
+        dense = shape.intermediate * size if shape.dense_layers or not shape.num_experts else 0
+        per_position = max(heads * size, dense, experts if shape.num_experts else 0)
         return num_positions * (2 * shape.hidden * size + per_position) + num_rows * shape.vocab * 4
 
     @torch.inference_mode()

@@ -76,6 +76,7 @@ from batchwright.serve.params import SamplingParams, check_ids
         {"logprobs": -1},
         {"prompt_logprobs": 21},
         {"prompt_logprobs": True},
+        {"constraint": "[a-z]+"},
     ],
     ids=str,
 )

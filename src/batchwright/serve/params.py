@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from batchwright.errors import RequestError
+from batchwright.serve.constraint import Constraint
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -77,7 +78,7 @@ class SamplingParams:
     n: int = 1
     best_of: int | None = None
     prompt_logprobs: int | None = None
-    constraint: Any = None
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         for name, as_tuple in _TUPLES.items():
@@ -257,5 +258,6 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
             _whole_or_none(0, MAX_LOGPROBS),
             f"an integer from 0 to {MAX_LOGPROBS}, or None for no log-probabilities",
         ),
+        "constraint": (lambda value: value is None or isinstance(value, Constraint), "a Constraint, or None"),
     }
 )

@@ -103,8 +103,8 @@ class Vetting:
 
     def _new_child(self) -> subprocess.Popen[bytes]:
         paths = os.pathsep.join(path for path in sys.path if path)
-        child = subprocess.Popen(
-            [sys.executable, "-m", "batchwright.serve.vetting"],
+        child = subprocess.Popen(  # noqa: S603  a module of ours
+            [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": paths, "MALLOC_ARENA_MAX": "1"}, start_new_session=True,
         )  # fmt: skip

@@ -1,0 +1,54 @@
+"""Random texts of a grammar: what a model with random logits would write under its masks."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from batchwright.serve.masks import Masks
+from batchwright.serve.matcher import Matcher
+from batchwright.serve.tokenizer import Tokenizer
+
+ENOUGH = 40  # tokens, after which a text is brought to its end
+
+
+def allowed(bits_W: torch.Tensor) -> np.ndarray:
+    """The tokens whose bits are set."""
+    return np.flatnonzero(np.unpackbits(bits_W.numpy().view(np.uint8), bitorder="little"))
+
+
+class RandomModel:
+    """Chooses among the allowed tokens at random; past `ENOUGH` tokens it takes what closes something, if it may."""
+
+    def __init__(self, tokenizer: Tokenizer, num_vocab: int, end_id: int, seed: int) -> None:
+        self.end_id = end_id
+        self.masks = Masks(num_vocab, torch.device("cpu"))
+        self._rng = random.Random(seed)
+        closing = (tokenizer.token_id(text) for text in ('"', "}", "]", ")", "Ġ"))
+        self._closing = [end_id, *(token for token in closing if token is not None)]
+
+    def write(self, matchers: Sequence[Matcher], most: int = 1_000) -> list[list[int]]:
+        """The tokens of one text for each, without the one that ends it."""
+        outputs: list[list[int]] = [[] for _ in matchers]
+        going = list(range(len(matchers)))
+        while going:
+            assert max(map(len, outputs)) < most, "a text that does not end"
+            pending = self.masks.begin([(matchers[i], outputs[i]) for i in going])
+            assert pending is not None
+            bits_RW, errors = pending.wait()
+            assert not errors
+            chosen = [self._choose(allowed(bits_W), len(outputs[i])) for bits_W, i in zip(bits_RW, going, strict=True)]
+            for token, i in zip(chosen, going, strict=True):
+                outputs[i].append(token)
+            going = [i for token, i in zip(chosen, going, strict=True) if token != self.end_id]
+        return [output[:-1] for output in outputs]
+
+    def _choose(self, tokens: np.ndarray, num_before: int) -> int:
+        assert len(tokens), "no token is allowed"
+        if self._rng.random() < (0.8 if num_before >= ENOUGH else 0.2):
+            options = set(tokens.tolist())
+            for token in self._closing:
+                if token in options:
+                    return token
+        return int(self._rng.choice(tokens))

@@ -9,23 +9,18 @@ where the time of one setting goes instead.
 
 import argparse
 import cProfile
-import json
-import os
-import platform
 import pstats
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
+import dated
 import torch
 from torch import Tensor
 
-import batchwright
 from batchwright.serve.engine import Engine
 from batchwright.serve.params import SamplingParams
 from batchwright.serve.sampling import Row, Sampler
@@ -34,7 +29,6 @@ from batchwright.serve.weights import load
 NUM_ROWS = 32
 NUM_STEPS = 30
 NUM_TOKENS_BEFORE = 400
-RESULTS = Path(__file__).parent / "results"
 QUESTIONS = (
     "Tell me a story about a dog.",
     "What is the capital of France?",
@@ -85,7 +79,7 @@ def main() -> None:
             results[name].append(1e3 * statistics.median(times(run)))
     print_table(results)
     if not arguments.no_file:
-        print(f"\nwritten to {write(results, arguments.repeats).relative_to(RESULTS.parent)}")
+        print(f"\nwritten to {write(results, arguments.repeats)}")
 
 
 def logits() -> Tensor:
@@ -144,42 +138,16 @@ def print_table(results: Mapping[str, Sequence[float]]) -> None:
 
 
 def write(results: Mapping[str, Sequence[float]], repeats: int) -> Path:
-    """The dated file: what was measured, on what, how."""
-    now = datetime.now(UTC)
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{now:%Y-%m-%d}-sampling.json"
-    record = {
-        "what": f"milliseconds to choose {NUM_ROWS} tokens: median step of every repeat",
-        "date": now.isoformat(timespec="seconds"),
-        "command": f"OMP_NUM_THREADS={torch.get_num_threads()} python benchmarks/sampling.py --repeats {repeats}",
-        "hardware": processor(),
-        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # others were at work beside it
-        "python": f"{platform.python_implementation()} {platform.python_version()} on {sys.platform}",
-        "torch": torch.__version__,
-        "batchwright": batchwright.__version__,
-        "threads": torch.get_num_threads(),
-        "repeats": repeats,
-        "steps_per_repeat": NUM_STEPS,
-        "results": {
-            name: {
-                "median_ms": round(statistics.median(ms), 4),
-                "min_ms": round(min(ms), 4),
-                "max_ms": round(max(ms), 4),
-                "repeats_ms": [round(each, 4) for each in ms],
-            }
-            for name, ms in results.items()
-        },
-    }
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    return path
-
-
-def processor() -> str:
-    """The CPU's name where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
-    return f"{len(names)} x {names[0]}" if names else platform.processor() or platform.machine()
+    """The dated file."""
+    return dated.write(
+        "sampling",
+        f"milliseconds to choose {NUM_ROWS} tokens: median step of every repeat",
+        {name: dated.spread("ms", ms) for name, ms in results.items()},
+        torch=torch.__version__,
+        threads=torch.get_num_threads(),
+        repeats=repeats,
+        steps_per_repeat=NUM_STEPS,
+    )
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def distribution(logits_BV: Tensor, asked: Sequence[Asked]) -> Tensor:
     settings_BP = torch.from_numpy(sampler._settings_SP[[row.slot.index for row in rows]])
     rate_B, limits_BL = settings_BP[:, 0].float(), settings_BP[:, 1:]
     scored = Scored(processed_BV, likeliest(processed_BV)[0], rate_B)
-    scores_BV, room_BV = sampler._room(len(rows))
+    scores_BV, room_BV = sampler._room.of(len(rows))
     groups = kept(scored, scored.all(scores_BV).softmax(-1), limits_BL)
     if all(row.slot.way is _Way.TYPICAL for row in rows):
         groups = most_typical(scores_BV, limits_BL[:, -1], room_BV)

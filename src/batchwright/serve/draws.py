@@ -10,9 +10,8 @@ Shapes: R rows, V vocabulary (a multiple of FOLD), F = FOLD, N of anything; V = 
 import torch
 from torch import Tensor
 
-from batchwright.serve.rows import entries
+from batchwright.serve.rows import FOLD, entries
 
-FOLD = 256
 NUM_WEIGHT_BITS = 34  # 2**34 * 2**19 tokens = 2**53: the largest sum that a float64 still holds exactly
 MAX_VOCABULARY = 1 << 19
 NUM_SHARE_BITS = 50  # of shares that sum to about 1

@@ -19,9 +19,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from batchwright.serve.draws import FOLD, NUM_SHARE_BITS, NUM_WEIGHT_BITS, folded, pick, weights, whole_units
+from batchwright.serve.draws import NUM_SHARE_BITS, NUM_WEIGHT_BITS, folded, pick, weights, whole_units
 from batchwright.serve.ranking import ranked
-from batchwright.serve.rows import entries
+from batchwright.serve.rows import FOLD, entries
 
 OFF = (math.inf, math.inf, 0.0, 1.0)
 NUM_RANKED = (64, 1024, 16_384)

@@ -12,6 +12,22 @@ from torch.nn import functional
 
 PORTION_ON_CPU = 1 << 21  # logits worked on at once: 8 MiB of float32, which a last-level cache holds
 PORTION_ELSEWHERE = 1 << 25
+FOLD = 256
+
+
+class Room:
+    """Memory for two numbers per token of some rows; memory that is always new costs more than what it is for."""
+
+    def __init__(self, num_vocab: int, device: torch.device) -> None:
+        self._width = -(-num_vocab // FOLD) * FOLD
+        self._numbers_2RV = torch.empty(2, 0, self._width, device=device)
+
+    def of(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Two float32 tensors, of whole blocks of `FOLD` tokens; what was given out before is written over."""
+        if num_rows > self._numbers_2RV.shape[1]:
+            self._numbers_2RV = self._numbers_2RV.new_empty(2, num_rows, self._width)
+        first_RV, second_RV = self._numbers_2RV[:, :num_rows]
+        return first_RV, second_RV
 
 
 def portions(num_rows: int, width: int, device: torch.device) -> Iterator[slice]:
@@ -21,11 +37,11 @@ def portions(num_rows: int, width: int, device: torch.device) -> Iterator[slice]
     return (slice(first, min(num_rows, first + num_at_once)) for first in range(0, num_rows, num_at_once))
 
 
-def blocks(x_RV: Tensor, width: int, filler: float = -math.inf) -> Tensor:
-    """x_RNK: the row cut into blocks of `width` tokens, the last one filled up."""
-    if missing := -x_RV.shape[1] % width:
-        x_RV = functional.pad(x_RV, (0, missing), value=filler)
-    return x_RV.view(x_RV.shape[0], -1, width)
+def blocks(logits_RV: Tensor, width: int) -> Tensor:
+    """logits_RNK: the row cut into blocks of `width` tokens, the last one filled up with -inf."""
+    if missing := -logits_RV.shape[1] % width:
+        logits_RV = functional.pad(logits_RV, (0, missing), value=-math.inf)
+    return logits_RV.view(logits_RV.shape[0], -1, width)
 
 
 def entries(x_RN: Tensor, index_R: Tensor) -> Tensor:

@@ -30,12 +30,13 @@ from batchwright.errors import RequestError
 from batchwright.serve import biases, penalties
 from batchwright.serve.bad_words import BadWords, WordsOfRow, completions
 from batchwright.serve.biases import TokensOfRow
-from batchwright.serve.draws import FOLD, MAX_VOCABULARY, draw
+from batchwright.serve.draws import MAX_VOCABULARY, draw
 from batchwright.serve.filters import OFF, Scored, draw_filtered, draw_typical
+from batchwright.serve.kernels import calls
 from batchwright.serve.params import SamplingParams
 from batchwright.serve.penalties import History, PenalisedRow, Penalties
-from batchwright.serve.ranking import likeliest
-from batchwright.serve.rows import portions
+from batchwright.serve.ranking import kernels_take, likeliest
+from batchwright.serve.rows import Room, portions
 from batchwright.serve.scoring import score
 from batchwright.serve.uniforms import streams, uniforms
 
@@ -49,6 +50,7 @@ class _Way(Enum):
     PLAIN = auto()
     FILTERED = auto()
     TYPICAL = auto()
+    FILTERED_THEN_TYPICAL = auto()
 
 
 class Slot:
@@ -121,7 +123,7 @@ class Sampler:
         self._num_slots = 0
         self._settings_SP = np.empty((0, _NUM_SETTINGS))
         self._streams_S = np.empty(0, dtype=np.uint64)
-        self._room_2RV = torch.empty(2, 0, 0, device=device)  # memory that is always new costs more than what it is for
+        self._room = Room(num_vocab, device)
 
     def add(self, params: SamplingParams, prompt: Sequence[int], end_ids: Collection[int] = ()) -> Slot:
         """A slot for a request; `end_ids` end it, and are ruled out before its `min_tokens`.
@@ -209,9 +211,12 @@ class Sampler:
         uniform_R = torch.from_numpy(uniforms(self._streams_S[slot_R], position_R)).to(self.device)
         settings_RP = torch.from_numpy(self._settings_SP[slot_R]).to(self.device)
         row_R, limits_RL = torch.tensor(drawn, device=self.device), settings_RP[:, 1:]
+        if slots[0].way is not _Way.FILTERED_THEN_TYPICAL and kernels_take(logits_BV):
+            calls.draw(logits_BV, peak_B, row_R, settings_RP, uniform_R, token_B)
+            return
         is_all = len(drawn) == len(rows)
         scored = Scored(logits_BV if is_all else logits_BV[row_R], peak_B[row_R], settings_RP[:, 0].float())
-        scores_RV, room_RV = self._room(len(drawn))
+        scores_RV, room_RV = self._room.of(len(drawn))
         match slots[0].way:
             case _Way.PLAIN:
                 token_R = draw(scored.all(scores_RV), uniform_R, room_RV)
@@ -222,14 +227,6 @@ class Sampler:
                 share_RV = torch.softmax(scored.all(scores_RV), -1, out=room_RV) if needs_share else None
                 token_R = draw_filtered(scored, share_RV, limits_RL, uniform_R)
         token_B[row_R] = token_R
-
-    def _room(self, num_rows: int) -> tuple[Tensor, Tensor]:
-        """For two numbers per token of these rows, filled up to whole blocks."""
-        if num_rows > self._room_2RV.shape[1]:
-            width = -(-self.num_vocab // FOLD) * FOLD
-            self._room_2RV = torch.empty(2, num_rows, width, device=self.device)
-        first_RV, second_RV = self._room_2RV[:, :num_rows]
-        return first_RV, second_RV
 
     def _score(self, logits_BV: Tensor, rows: Sequence[Row], sampled: list[Sampled]) -> None:
         """Put log-probabilities where they are asked for."""
@@ -242,7 +239,7 @@ class Sampler:
             return
         indices = [i for i, _ in asked]
         logits_RV = logits_BV if len(asked) == len(rows) else logits_BV[torch.tensor(indices, device=self.device)]
-        scores = score(logits_RV, [sampled[i].token for i in indices], [num for _, num in asked])
+        scores = score(logits_RV, [sampled[i].token for i in indices], [num for _, num in asked], self._room)
         for i, (logprob, top) in zip(indices, scores, strict=True):
             sampled[i] = Sampled(sampled[i].token, logprob, top)
 
@@ -259,9 +256,10 @@ def _limits(params: SamplingParams, num_vocab: int) -> tuple[float, ...]:
 
 
 def _way(limits: tuple[float, ...]) -> _Way:
-    if limits == OFF:
-        return _Way.PLAIN
-    return _Way.TYPICAL if limits[:-1] == OFF[:-1] else _Way.FILTERED
+    is_filtered, is_typical = limits[:-1] != OFF[:-1], limits[-1] != OFF[-1]
+    if is_filtered:
+        return _Way.FILTERED_THEN_TYPICAL if is_typical else _Way.FILTERED
+    return _Way.TYPICAL if is_typical else _Way.PLAIN
 
 
 def _bias(params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:

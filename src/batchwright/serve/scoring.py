@@ -10,27 +10,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from batchwright.serve.draws import FOLD, NUM_SHARE_BITS, folded, whole_units
+from batchwright.serve.draws import NUM_SHARE_BITS, folded, whole_units
 from batchwright.serve.ranking import likeliest, ranked
-from batchwright.serve.rows import blocks, entries, portions
+from batchwright.serve.rows import FOLD, Room, entries, portions
 
 Score = tuple[float, tuple[tuple[int, float], ...]]
 """A token's log-probability, and the likeliest tokens with theirs: likeliest first, equals by lower id."""
 
 
-def score(logits_RV: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[Score]:
+def score(logits_RV: Tensor, tokens: Sequence[int], num_top: Sequence[int], room: Room | None = None) -> list[Score]:
     """Each row's score of its token beside that row's `num_top` likeliest ones; none has probability zero.
 
-    Logits are float32, and each row has a finite highest one.
+    Logits are float32, and each row has a finite highest one. `room` for as many tokens saves new memory.
     """
+    room = room or Room(logits_RV.shape[1], logits_RV.device)
     scores: list[Score] = []
     for part in portions(len(tokens), logits_RV.shape[1], logits_RV.device):
-        scores += _scored(logits_RV[part], tokens[part], num_top[part])
+        scores += _scored(logits_RV[part], tokens[part], num_top[part], room)
     return scores
 
 
-def _scored(logits_RV: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[Score]:
-    totals: list[float] = _log_totals(logits_RV).tolist()
+def _scored(logits_RV: Tensor, tokens: Sequence[int], num_top: Sequence[int], room: Room) -> list[Score]:
+    totals: list[float] = _log_totals(logits_RV, room).tolist()
     own: list[float] = entries(logits_RV, torch.tensor(tokens, device=logits_RV.device)).tolist()
     if not any(num_top):
         return [(logit - total, ()) for logit, total in zip(own, totals, strict=True)]
@@ -45,10 +46,11 @@ def _scored(logits_RV: Tensor, tokens: Sequence[int], num_top: Sequence[int]) ->
     ]
 
 
-def _log_totals(logits_RV: Tensor) -> Tensor:
+def _log_totals(logits_RV: Tensor, room: Room) -> Tensor:
     """Log of the sum of exp(logit), in float64."""
     peak_R, token_R = likeliest(logits_RV)
-    share_RV = torch.softmax(logits_RV, -1)
-    share_RNF = blocks(share_RV, FOLD, 0.0)
-    sum_R = whole_units(folded(share_RNF.view(len(share_RV), FOLD, -1))).sum(-1) * 2.0**-NUM_SHARE_BITS
+    share_RV, _ = room.of(len(logits_RV))
+    torch.softmax(logits_RV, -1, out=share_RV[:, : logits_RV.shape[1]])
+    share_RV[:, logits_RV.shape[1] :] = 0
+    sum_R = whole_units(folded(share_RV.view(len(share_RV), FOLD, -1))).sum(-1) * 2.0**-NUM_SHARE_BITS
     return peak_R.double() - entries(share_RV, token_R).double().log() + sum_R.log()

@@ -104,11 +104,11 @@ class Masks:
         """Take in what is new, then write the masks of all rows that have not come to their end."""
         self._take(spans)
         num_words = room_RW.shape[1]
-        going = [span for span in spans if _goes_on(span)]
         place = room_RW.data_ptr(), 4 * num_words, len(room_RW)
-        if alone := [(span.matcher.core, span.first) for span in going if not span.guesses]:
+        going = [(span, until_end(span.guesses, span.matcher.grammar.end_ids)) for span in spans if _goes_on(span)]
+        if alone := [(span.matcher.core, span.first) for span, guesses in going if not guesses]:
             self._threads().unsafe_compute_mask_ptr(alone, *place)
-        if guessed := [(span.matcher.core, span.first, span.guesses) for span in going if span.guesses]:
+        if guessed := [(span.matcher.core, span.first, guesses) for span, guesses in going if guesses]:
             self._threads().unsafe_compute_mask_ptr_with_draft_token(guessed, *place)
 
     def _take(self, spans: Sequence[_Span]) -> None:

@@ -29,13 +29,18 @@ def likeliest(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     So one pass also finds the bad rows. By blocks, because a maximum is vectorised on a CPU and an argmax isn't; or by
     our kernel where it is in use.
     """
-    if logits_RV.device.type == "cpu" and logits_RV.is_contiguous() and loaded():
+    if kernels_take(logits_RV):
         return calls.likeliest(logits_RV)
     logits_RNK = blocks(logits_RV, _BLOCK_OF_ARGMAX)
     peak_RN = logits_RNK.amax(-1)
     block_R = peak_RN.argmax(-1)
     within_R = entries(logits_RNK, block_R).argmax(-1)
     return entries(peak_RN, block_R), block_R * _BLOCK_OF_ARGMAX + within_R
+
+
+def kernels_take(logits_RV: Tensor) -> bool:
+    """Whether our kernels are in use, and read these logits where they are."""
+    return logits_RV.device.type == "cpu" and logits_RV.is_contiguous() and loaded()
 
 
 def ranked(logits_RV: Tensor, num: int) -> Tensor:

@@ -38,6 +38,7 @@ _SIGNATURES: Mapping[str, Sequence[Any]] = MappingProxyType(
         "matmul": (*_MATRIX, _POINTER, _POINTER, *_OUT, _INT),
         "matmul_int8": (*_MATRIX, _POINTER, _POINTER, _POINTER, _POINTER, *_OUT, _POINTER, _POINTER, _INT),
         "choose": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
+        "draw": (_POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _INT),
         "attend": (*(_POINTER,) * 5, _LONG, _POINTER, *(_INT,) * 4, c_float, c_float, _INT, _INT),
     }
 )
@@ -181,6 +182,24 @@ def likeliest(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
         logits_BV.data_ptr(), num_rows, width, peak_B.data_ptr(), token_B.data_ptr(), torch.get_num_threads()
     )
     return peak_B, token_B
+
+
+def draw(
+    logits_BV: Tensor, peak_B: Tensor, row_R: Tensor, settings_R5: Tensor, uniform_R: Tensor, token_B: Tensor
+) -> None:
+    """Put drawn tokens into `token_B`, where rows are drawn; these are indices of finite peaks, no two alike.
+
+    Settings are one over the temperature and the limits, as `filters` has them; typical sampling comes alone.
+    """
+    num_rows, width = logits_BV.shape
+    assert logits_BV.is_contiguous() and logits_BV.dtype == torch.float32 and settings_R5.shape == (len(row_R), 5)
+    assert peak_B.shape == token_B.shape == (num_rows,) and peak_B.dtype == torch.float32
+    assert row_R.dtype == token_B.dtype == torch.int64 and uniform_R.dtype == settings_R5.dtype == torch.float64
+    assert peak_B.is_contiguous() and token_B.is_contiguous() and settings_R5.is_contiguous()
+    _call("draw", torch.float32)(
+        logits_BV.data_ptr(), width, peak_B.data_ptr(), row_R.data_ptr(), len(row_R),
+        settings_R5.data_ptr(), uniform_R.data_ptr(), token_B.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def _filled(values_N: Tensor) -> Tensor:

@@ -38,9 +38,7 @@ def is_foreign(config: Mapping[str, Any]) -> bool:
 def check_family(path: Path, family: str) -> None:
     """Raise what can be told from config.json alone, before there are weights."""
     if find_spec("transformers") is None:
-        fact = (
-            f"its family is {family!r}; ours are {', '.join(FAMILIES)}; transformers, for others, is missing"
-        )
+        fact = f"its family is {family!r}; ours are {', '.join(FAMILIES)}; transformers, for others, is missing"
         raise MissingDependency(f"loading {path}", fact, "run: pip install 'batchwright[transformers]'")
     with _told(family):
         _config(path, family)

@@ -19,21 +19,21 @@ def allowed(bits_W: torch.Tensor) -> np.ndarray:
 
 
 class RandomModel:
-    """Chooses among the allowed tokens at random; past `ENOUGH` tokens it takes what closes something, if it may."""
+    """Chooses among the allowed tokens at random; past `ENOUGH` it mostly takes what closes something, or a hint."""
 
-    def __init__(self, tokenizer: Tokenizer, num_vocab: int, end_id: int, seed: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, num_vocab: int, end_id: int, seed: int, hints: str = "") -> None:
         self.end_id = end_id
         self.masks = Masks(num_vocab, torch.device("cpu"))
         self._rng = random.Random(seed)
         closing = (tokenizer.token_id(text) for text in ('"', "}", "]", ")", "Ġ"))
         self._closing = [end_id, *(token for token in closing if token is not None)]
+        self._hints = {token for hint in hints for token in tokenizer.encode(hint, add_special_tokens=False)}
 
     def write(self, matchers: Sequence[Matcher], most: int = 1_000) -> list[list[int]]:
-        """The tokens of one text for each, without the one that ends it."""
+        """The tokens of one text for each, with the one that ends it, unless that is not among the first `most`."""
         outputs: list[list[int]] = [[] for _ in matchers]
         going = list(range(len(matchers)))
-        while going:
-            assert max(map(len, outputs)) < most, "a text that does not end"
+        for _ in range(most):
             pending = self.masks.begin([(matchers[i], outputs[i]) for i in going])
             assert pending is not None
             bits_RW, errors = pending.wait()
@@ -42,7 +42,9 @@ class RandomModel:
             for token, i in zip(chosen, going, strict=True):
                 outputs[i].append(token)
             going = [i for token, i in zip(chosen, going, strict=True) if token != self.end_id]
-        return [output[:-1] for output in outputs]
+            if not going:
+                break
+        return outputs
 
     def _choose(self, tokens: np.ndarray, num_before: int) -> int:
         assert len(tokens), "no token is allowed"
@@ -51,4 +53,5 @@ class RandomModel:
             for token in self._closing:
                 if token in options:
                     return token
+            tokens = sorted(options & self._hints) or tokens
         return int(self._rng.choice(tokens))

@@ -127,4 +127,5 @@ def test_what_a_schema_masks_leave_is_valid(seed: int, compiler: Compiler, token
     matchers = [compiler.compile(Constraint.json_schema(schema)) for schema in schemas]
     for schema, output in zip(schemas, RandomModel(tokenizer, NUM_VOCAB, END, seed).write(matchers), strict=True):
         Draft202012Validator.check_schema(schema)
-        Draft202012Validator(schema).validate(json.loads(tokenizer.decode(output)))
+        assert output[-1] == END
+        Draft202012Validator(schema).validate(json.loads(tokenizer.decode(output[:-1])))

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 namespace batchwright {
@@ -158,6 +159,18 @@ Above above(const Tokens &tokens, float key) {
   return {sum.total(), count};
 }
 
+// Those above a key, or those that aren't; `to` may be `from`.
+void part(const Tokens &from, float key, bool is_above, Tokens &to) {
+  const int64_t count = from.count;
+  to.count = 0;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Floats keys = read(from.keys + i), weights = read(from.weights + i);
+    const unsigned higher = bits_where(keys > splat(key)), all = (1u << std::min<int64_t>(count - i, kLanes)) - 1;
+    to.append(is_above ? higher : all & ~higher, keys, weights, load<Ints>(from.ids + i));
+  }
+  to.end();
+}
+
 // A float's bits as an integer that ascends with it; and back, which is the same.
 inline int32_t turned(int32_t bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
 
@@ -174,17 +187,35 @@ inline float key_at(int32_t place) {
   return key;
 }
 
-// The lowest key for which it holds of what is above it; it holds of nothing.
+std::pair<float, float> extremes(const Tokens &tokens) {
+  Floats most = splat(-std::numeric_limits<float>::infinity()), least_turned = most;
+  for (int64_t i = 0; i < tokens.count; i += kLanes) {
+    const Floats keys = read(tokens.keys + i);
+    most = larger(keys, most);
+    least_turned = larger(keys > splat(-std::numeric_limits<float>::infinity()) ? -keys : keys, least_turned);
+  }
+  return {-largest(least_turned), largest(most)};
+}
+
+// The lowest key for which it holds of what is above it; it holds of nothing. `left`: room for the tokens between the
+// keys that are still possible.
 template <class Holds>
-float lowest(const Tokens &tokens, const Holds &holds) {
-  const auto [least, most] = std::minmax_element(tokens.keys, tokens.keys + tokens.count);
-  int64_t low = place_of(*least), high = place_of(*most);
+float lowest(const Tokens &tokens, Tokens &left, const Holds &holds) {
+  const auto [least, most] = extremes(tokens);
+  int64_t low = place_of(least), high = place_of(most);
+  const Tokens *looked_at = &tokens;
+  Above beyond{};  // what is above all that are left
   while (low < high) {
     const int64_t middle = (low + high) >> 1;
-    if (holds(above(tokens, key_at(int32_t(middle)))))
-      high = middle;
-    else
+    const float key = key_at(int32_t(middle));
+    const Above within = above(*looked_at, key), all{beyond.weight + within.weight, beyond.count + within.count};
+    const bool is_high = !holds(all);
+    if (is_high)
       low = middle + 1;
+    else
+      high = middle, beyond = all;
+    part(*looked_at, key, is_high, left);
+    looked_at = &left;
   }
   return key_at(int32_t(high));
 }
@@ -206,18 +237,18 @@ void drop_below(Tokens &tokens, float key) {
 }
 
 // Equals of the k-th stay, in the scores' rounding.
-void keep_top_k(const Row &row, double top_k, Tokens &tokens) {
+void keep_top_k(const Row &row, double top_k, Tokens &tokens, Tokens &room) {
   if (double(tokens.count) <= top_k) return;
-  const float kth = lowest(tokens, [&](const Above &above) { return double(above.count) < top_k; });
+  const float kth = lowest(tokens, room, [&](const Above &above) { return double(above.count) < top_k; });
   const Floats least = row.scores(splat(kth));
   for (int64_t i = 0; i < tokens.count; i += kLanes)
     write(tokens.weights + i, row.scores(read(tokens.keys + i)) >= least ? read(tokens.weights + i) : Floats{});
 }
 
 // Those stay before which less than `top_p` of the whole is reached.
-void keep_top_p(double top_p, double whole, Tokens &tokens) {
+void keep_top_p(double top_p, double whole, Tokens &tokens, Tokens &room) {
   const auto is_inside = [&](double before) { return before / whole < top_p; };
-  const float key = lowest(tokens, [&](const Above &above) { return is_inside(above.weight); });
+  const float key = lowest(tokens, room, [&](const Above &above) { return is_inside(above.weight); });
   double before = above(tokens, key).weight;
   drop_below(tokens, key);
   first_of_equals(tokens, key, [&](int64_t index) {
@@ -237,9 +268,9 @@ void keep_min_p(double min_p, Tokens &tokens) {
 double target_of(double uniform, double total) { return std::min(std::floor(uniform * total), total - 1); }
 
 // The id of the token in whose part of the weight the uniform number falls; the highest keys come first.
-int64_t pick(const Tokens &tokens, double uniform) {
+int64_t pick(const Tokens &tokens, double uniform, Tokens &room) {
   const double target = target_of(uniform, tokens.weight());
-  const float key = lowest(tokens, [&](const Above &above) { return above.weight <= target; });
+  const float key = lowest(tokens, room, [&](const Above &above) { return above.weight <= target; });
   double reached = above(tokens, key).weight;
   return tokens.ids[first_of_equals(tokens, key, [&](int64_t index) {
     reached += tokens.weights[index];
@@ -253,7 +284,7 @@ double whole_weight(const Row &row) {
   return sum.total();
 }
 
-int64_t draw_filtered(const Row &row, const Limits &limits, double uniform, Tokens &tokens) {
+int64_t draw_filtered(const Row &row, const Limits &limits, double uniform, Tokens &tokens, Tokens &room) {
   const bool has_top_k = std::isfinite(limits.top_k), has_top_p = std::isfinite(limits.top_p);
   const double whole = has_top_p && !has_top_k ? whole_weight(row) : 0;
   const double deepest =
@@ -263,13 +294,13 @@ int64_t draw_filtered(const Row &row, const Limits &limits, double uniform, Toke
     if (depth >= deepest) break;
     if (has_top_k ? double(tokens.count) >= limits.top_k : tokens.weight() / whole >= limits.top_p) break;
   }
-  if (has_top_k) keep_top_k(row, limits.top_k, tokens);
-  if (has_top_p) keep_top_p(limits.top_p, has_top_k ? tokens.weight() : whole, tokens);
+  if (has_top_k) keep_top_k(row, limits.top_k, tokens, room);
+  if (has_top_p) keep_top_p(limits.top_p, has_top_k ? tokens.weight() : whole, tokens, room);
   keep_min_p(limits.min_p, tokens);
-  return pick(tokens, uniform);
+  return pick(tokens, uniform, room);
 }
 
-int64_t draw_typical(const Row &row, double typical_p, double uniform, Tokens &tokens) {
+int64_t draw_typical(const Row &row, double typical_p, double uniform, Tokens &tokens, Tokens &room) {
   Sum weight, surprise;
   for (int64_t i = 0; i < row.width; i += kLanes) {
     const Floats scores = row.scores(row.some(i)), weights = weights_of(scores);
@@ -282,8 +313,8 @@ int64_t draw_typical(const Row &row, double typical_p, double uniform, Tokens &t
     collect(row, ranks, float(depth), tokens);
     if (depth >= kWeightless || tokens.weight() / whole >= typical_p) break;
   }
-  drop_below(tokens, lowest(tokens, [&](const Above &above) { return above.weight / whole < typical_p; }));
-  return pick(tokens, uniform);
+  drop_below(tokens, lowest(tokens, room, [&](const Above &above) { return above.weight / whole < typical_p; }));
+  return pick(tokens, uniform, room);
 }
 
 // Of all tokens, column by column of the row as `draws.py` folds it.
@@ -311,17 +342,27 @@ int64_t draw_any(const Row &row, double uniform, std::vector<Sum> &sums) {
   return within * num_columns + column;
 }
 
+// Memory that is kept from step to step: to get it new costs more than to fill it.
+class Room {
+ public:
+  explicit Room(int64_t width) : keys_(width + kLanes), weights_(width + kLanes), ids_(width + kLanes) {}
+  int64_t width() const { return int64_t(ids_.size()) - kLanes; }
+  Tokens empty() { return {keys_.data(), weights_.data(), ids_.data(), 0}; }
+
+ private:
+  std::vector<float> keys_, weights_;
+  std::vector<int32_t> ids_;
+};
+
 int64_t draw(const Row &row, const Limits &limits, double uniform) {
-  thread_local std::vector<float> keys, weights;
-  thread_local std::vector<int32_t> ids;
   thread_local std::vector<Sum> sums;
+  thread_local Room first(0), second(0);
   const bool is_limited = std::isfinite(limits.top_k) || std::isfinite(limits.top_p) || limits.min_p > 0;
   if (!is_limited && limits.typical_p == 1) return draw_any(row, uniform, sums);
-  if (int64_t(ids.size()) < row.width + kLanes)
-    keys.resize(row.width + kLanes), weights.resize(row.width + kLanes), ids.resize(row.width + kLanes);
-  Tokens tokens{keys.data(), weights.data(), ids.data(), 0};
-  return is_limited ? draw_filtered(row, limits, uniform, tokens)
-                    : draw_typical(row, limits.typical_p, uniform, tokens);
+  if (first.width() < row.width) first = Room(row.width), second = Room(row.width);
+  Tokens tokens = first.empty(), room = second.empty();
+  return is_limited ? draw_filtered(row, limits, uniform, tokens, room)
+                    : draw_typical(row, limits.typical_p, uniform, tokens, room);
 }
 
 }  // namespace

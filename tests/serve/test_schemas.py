@@ -129,3 +129,26 @@ def test_what_a_schema_masks_leave_is_valid(seed: int, compiler: Compiler, token
         Draft202012Validator.check_schema(schema)
         assert output[-1] == END
         Draft202012Validator(schema).validate(json.loads(tokenizer.decode(output[:-1])))
+
+
+@pytest.mark.parametrize("name", ["\\u0061", "li\\u006e\\u0065", "a", "line\\u000abreak", "\\/"])
+def test_no_name_has_a_second_spelling(name: str, compiler: Compiler, tokenizer: Tokenizer) -> None:
+    """Else a property whose name is free could be read as one that must be an integer."""
+    integer = {"type": "integer"}
+    schema = {"properties": {"a": integer, "line": integer, "line\nbreak": integer, "/": integer}, "type": "object"}
+    text = f'{{"{name}":"x"}}'
+    assert not Draft202012Validator(schema).is_valid(json.loads(text))
+    assert not compiler.compile(Constraint.json_schema(schema)).is_done(tokenizer.encode(text))
+
+
+def test_properties_come_in_the_order_of_the_schema(compiler: Compiler, tokenizer: Tokenizer) -> None:
+    """Required ones are there; what is not named comes last."""
+    names = ["zeta", "alpha", "mid"]
+    schema = {"type": "object", "properties": {name: {"type": "null"} for name in names}, "required": ["mid"]}
+    for text, is_done in (
+        ('{"zeta":null,"alpha":null,"mid":null,"other":1}', True),
+        ('{"mid":null}', True),
+        ('{"alpha":null,"zeta":null,"mid":null}', False),
+        ('{"zeta":null}', False),
+    ):
+        assert compiler.compile(Constraint.json_schema(schema)).is_done(tokenizer.encode(text)) is is_done

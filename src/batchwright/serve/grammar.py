@@ -21,6 +21,8 @@ from batchwright.serve.schema_rules import check_schema
 
 WHITESPACE = r" |\n[ \t]{0,20}"
 """Between two parts of a JSON text, where there is any."""
+ESCAPES = 'nrbtf\\"'
+"""Every character has one spelling: by \\u0061 a free property could take the name of one that is not free."""
 
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 _TOKEN = re.compile(r'(%json\s*)|"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\])+/', re.DOTALL)
@@ -63,7 +65,7 @@ def _of_schema(text: str) -> str:
 def _with_options(schema: Any) -> str:
     check_schema(schema)
     if isinstance(schema, Mapping):
-        schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+        schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}}
     return json.dumps(schema)
 
 

@@ -1,9 +1,9 @@
-// Draws a token of each row: by the inverse of its cumulative distribution, of all tokens or of those that filters keep.
+// Draws a token of each row, from all tokens or from those that filters keep: the inverse of a cumulative distribution.
 //
-// What draws.py and filters.py do, in the same order of tokens, so that both draw the same but for the rounding of a
-// power of e. Weights are whole numbers, of which a double holds the sum exactly: no order of adding can matter. Nothing
-// is sorted: the token at which a weight is reached is found by halving the range of keys, and few tokens are asked,
-// those near enough to the likeliest.
+// It is what draws.py and filters.py do, with tokens in the same order, so that both draw the same but for the rounding
+// of a power of e. Weights are whole numbers, of which a double holds the sum exactly: no order of adding can matter.
+// Nothing is sorted: the token at which a weight is reached is found by halving the range of keys, and few tokens are
+// asked, those near enough to the likeliest.
 
 #include "simd.h"
 
@@ -15,11 +15,11 @@
 namespace batchwright {
 namespace {
 
-constexpr int kFold = 256;             // FOLD of draws.py
-constexpr int kWeightBits = 34;        // NUM_WEIGHT_BITS of draws.py
-constexpr float kWeightless = 25.0f;   // e^-25 * 2^34 rounds to 0
-constexpr double kFirstDepth = 4;      // how far below the likeliest token's score candidates are looked for at first,
-constexpr double kDeeper = 2.5;        // and how many times as far when these did not do
+constexpr int kFold = 256;            // FOLD of draws.py
+constexpr int kWeightBits = 34;       // NUM_WEIGHT_BITS of draws.py
+constexpr float kWeightless = 25.0f;  // e^-25 * 2^34 rounds to 0
+constexpr double kFirstDepth = 4;     // how far below the likeliest token's score candidates are looked for at first,
+constexpr double kDeeper = 2.5;       // and how many times as far when these did not do
 
 struct Row {
   const float *logits;
@@ -369,8 +369,9 @@ int64_t draw(const Row &row, const Limits &limits, double uniform) {
 }  // namespace batchwright
 
 // Of the rows named in `drawn`. `settings` are five for each of these: one over the temperature, and the limits.
-extern "C" void draw_float32(const float *logits, int64_t width, const float *peaks, const int64_t *drawn, int64_t count,
-                             const double *settings, const double *uniforms, int64_t *tokens, int threads) {
+extern "C" void draw_float32(const float *logits, int64_t width, const float *peaks, const int64_t *drawn,
+                             int64_t count, const double *settings, const double *uniforms, int64_t *tokens,
+                             int threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
   for (int64_t i = 0; i < count; ++i) {
     const int64_t row = drawn[i];

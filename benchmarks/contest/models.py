@@ -15,9 +15,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from batchwright.serve.gguf_config import config_of_gguf
 from batchwright.serve.gguf_file import GgufFile
-from batchwright.serve.gguf_model import GgufSource, config_of_gguf
-from batchwright.serve.weights import default_path, load
+from batchwright.serve.gguf_model import GgufSource
+from batchwright.serve.locate import default_path
+from batchwright.serve.weights import load
 
 from .environments import run_in
 from .places import MODELS

@@ -33,18 +33,22 @@ POLICIES: dict[str, Callable[[int | None], Policy]] = {
 
 
 class Forwards:
-    """Notes when each forward of a model began and ended."""
+    """Notes when each forward of a model began and ended: hidden states, then the logits of rows that sample."""
 
     def __init__(self, model: LoadedModel) -> None:
         self.times: list[tuple[float, float]] = []
+        self._began = 0.0
         if isinstance(model.decoder, Decoder):  # OpenVINO's threads run theirs while we do other things
-            self._forward = model.decoder.forward
-            model.decoder.forward = self
+            self._of_hidden, self._of_logits = model.decoder.hidden, model.decoder.logits
+            model.decoder.hidden, model.decoder.logits = self._hidden, self._logits
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        began = perf_counter()
-        logits = self._forward(*args, **kwargs)
-        self.times.append((began, perf_counter()))
+    def _hidden(self, *args: Any) -> Any:
+        self._began = perf_counter()
+        return self._of_hidden(*args)
+
+    def _logits(self, *args: Any) -> Any:
+        logits = self._of_logits(*args)
+        self.times.append((self._began, perf_counter()))
         return logits
 
 

@@ -95,10 +95,6 @@ class SamplingParams:
         if self.best_of is not None and self.best_of < self.n:
             fact = f"n={self.n} answers are to be chosen from them"
             raise RequestError(self._asked("best_of"), fact, "best_of must be at least n")
-        several = "n" if self.n > 1 else "best_of" if (self.best_of or 1) > 1 else None
-        if several and self.temperature == 0:
-            fact = "temperature=0 gives the same answer every time"
-            raise RequestError(self._asked(several), fact, f"{several} must be 1, or temperature above 0")
 
     def _asked(self, name: str) -> str:
         shown = repr(getattr(self, name))

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from batchwright.serve import native
-from batchwright.serve.draws import FOLD, draw
+from batchwright.serve.draws import NUM_WEIGHT_BITS, draw
 from batchwright.serve.filters import OFF, Scored, draw_filtered, draw_typical
 from batchwright.serve.kernels import calls
 from batchwright.serve.params import SamplingParams
 from batchwright.serve.ranking import likeliest
-from batchwright.serve.rows import Room
+from batchwright.serve.rows import FOLD, Room
 from tests.serve.choosing import CPU, choose_at, make_logits
 from tests.serve.test_native import target
 
@@ -254,3 +254,29 @@ def test_a_sampler_draws_each_row_as_it_does_alone() -> None:
     together = choose_at(logits_BV, params, range(len(params)))
     for i, one in enumerate(params):
         assert choose_at(logits_BV[i : i + 1], [one], [i]) == together[i : i + 1]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 97, 5000, 49_152])
+def test_totals_are_those_of_float64(num_tokens: int, target: str) -> None:
+    """To the rounding of float32, flat or peaked, and the same in any company."""
+    for spread in (0.0, 1.0, 9.0):
+        logits_RV = make_logits(5, num_tokens, spread=spread)
+        peak_R, _ = likeliest(logits_RV)
+        weight_R = calls.weigh(logits_RV, peak_R)
+        expected_R = (logits_RV.double() - peak_R[:, None]).exp().sum(-1)
+        torch.testing.assert_close(weight_R * 2.0**-NUM_WEIGHT_BITS, expected_R, rtol=2e-7, atol=0)
+        assert torch.equal(calls.weigh(logits_RV[3:4], peak_R[3:4]), weight_R[3:4])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 31, 32, 33, 47, 49, 97, 5000])
+def test_what_a_mask_leaves_keeps_its_bits(num_tokens: int, target: str) -> None:
+    """And the rest is -inf; nothing is written beyond a row, whatever the last word's spare bits are."""
+    generator = torch.Generator().manual_seed(0)
+    words_RW = torch.randint(-(2**31), 2**31, (4, -(-num_tokens // 32)), generator=generator, dtype=torch.int32)
+    words_RW[1], words_RW[2] = -1, 0
+    is_allowed_RV = ((words_RW[:, :, None] >> torch.arange(32)) & 1).flatten(1)[:, :num_tokens] == 1
+    room_RV = make_logits(5, num_tokens)
+    expected_RV = room_RV.clone()
+    expected_RV[:4].masked_fill_(~is_allowed_RV, -math.inf)
+    calls.rule_out_unset(room_RV[:4], words_RW)
+    assert torch.equal(room_RV, expected_RV)

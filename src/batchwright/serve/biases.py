@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from batchwright.serve.kernels import calls
+from batchwright.serve.ranking import kernels_take
+
 _BITS = 8  # that are looked up at once
 
 
@@ -48,6 +51,9 @@ def rule_out_all_but(logits_RV: Tensor, rows: Sequence[TokensOfRow]) -> None:
 
 def rule_out_unset(logits_RV: Tensor, mask_RW: Tensor) -> None:
     """Every token v whose bit v % 32 of word v // 32 is 0; words are int32, and a row of ones rules nothing out."""
+    if kernels_take(logits_RV):
+        calls.rule_out_unset(logits_RV, mask_RW.contiguous())
+        return
     num_tokens = logits_RV.shape[1]
     constrained_R = (mask_RW != -1).any(-1).nonzero()[:, 0]
     if not len(constrained_R):

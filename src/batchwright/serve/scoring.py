@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from batchwright.serve.draws import NUM_SHARE_BITS, folded, whole_units
-from batchwright.serve.ranking import likeliest, ranked
+from batchwright.serve.draws import NUM_SHARE_BITS, NUM_WEIGHT_BITS, folded, whole_units
+from batchwright.serve.kernels import calls
+from batchwright.serve.ranking import kernels_take, likeliest, ranked
 from batchwright.serve.rows import FOLD, Room, entries, portions
 
 Score = tuple[float, tuple[tuple[int, float], ...]]
@@ -49,6 +50,8 @@ def _scored(logits_RV: Tensor, tokens: Sequence[int], num_top: Sequence[int], ro
 def _log_totals(logits_RV: Tensor, room: Room) -> Tensor:
     """Log of the sum of exp(logit), in float64."""
     peak_R, token_R = likeliest(logits_RV)
+    if kernels_take(logits_RV):
+        return peak_R.double() + (calls.weigh(logits_RV, peak_R) * 2.0**-NUM_WEIGHT_BITS).log()
     share_RV, _ = room.of(len(logits_RV))
     torch.softmax(logits_RV, -1, out=share_RV[:, : logits_RV.shape[1]])
     share_RV[:, logits_RV.shape[1] :] = 0

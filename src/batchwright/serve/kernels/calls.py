@@ -39,6 +39,8 @@ _SIGNATURES: Mapping[str, Sequence[Any]] = MappingProxyType(
         "matmul_int8": (*_MATRIX, _POINTER, _POINTER, _POINTER, _POINTER, *_OUT, _POINTER, _POINTER, _INT),
         "choose": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
         "draw": (_POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _INT),
+        "weigh": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
+        "mask": (_POINTER, _LONG, _LONG, _POINTER, _INT),
         "attend": (*(_POINTER,) * 5, _LONG, _POINTER, *(_INT,) * 4, c_float, c_float, _INT, _INT),
     }
 )
@@ -200,6 +202,26 @@ def draw(
         logits_BV.data_ptr(), width, peak_B.data_ptr(), row_R.data_ptr(), len(row_R),
         settings_R5.data_ptr(), uniform_R.data_ptr(), token_B.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
+
+
+def weigh(logits_BV: Tensor, peak_B: Tensor) -> Tensor:
+    """weight_B of all tokens of a row: a whole number in float64, 2**34 for each token as likely as the peak."""
+    num_rows, width = logits_BV.shape
+    assert logits_BV.is_contiguous() and logits_BV.dtype == peak_B.dtype == torch.float32
+    assert peak_B.is_contiguous() and peak_B.shape == (num_rows,)
+    weight_B = logits_BV.new_empty(num_rows, dtype=torch.float64)
+    _call("weigh", torch.float32)(
+        logits_BV.data_ptr(), num_rows, width, peak_B.data_ptr(), weight_B.data_ptr(), torch.get_num_threads()
+    )
+    return weight_B
+
+
+def rule_out_unset(logits_BV: Tensor, mask_BW: Tensor) -> None:
+    """-inf for every token v whose bit v % 32 of word v // 32 is 0."""
+    num_rows, width = logits_BV.shape
+    assert logits_BV.is_contiguous() and logits_BV.dtype == torch.float32 and mask_BW.dtype == torch.int32
+    assert mask_BW.is_contiguous() and mask_BW.shape == (num_rows, -(-width // 32))
+    _call("mask", torch.float32)(logits_BV.data_ptr(), num_rows, width, mask_BW.data_ptr(), torch.get_num_threads())
 
 
 def _filled(values_N: Tensor) -> Tensor:

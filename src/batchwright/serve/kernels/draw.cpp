@@ -380,3 +380,11 @@ extern "C" void draw_float32(const float *logits, int64_t width, const float *pe
                                     {s[1], s[2], s[3], s[4]}, uniforms[i]);
   }
 }
+
+// The weight of all tokens of each row.
+extern "C" void weigh_float32(const float *logits, int64_t rows, int64_t width, const float *peaks, double *weights,
+                              int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t row = 0; row < rows; ++row)
+    weights[row] = batchwright::whole_weight({logits + row * width, width, peaks[row], 1.0f});
+}

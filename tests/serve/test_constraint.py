@@ -20,10 +20,11 @@ from batchwright.serve.compiler import Compiler
 from batchwright.serve.constraint import MAX_CHARACTERS, Constraint
 from batchwright.serve.gguf_file import GgufFile
 from batchwright.serve.gguf_tokenizer import from_gguf
+from batchwright.serve.guidance import Vocabulary
 from batchwright.serve.locate import default_path
 from batchwright.serve.masks import Masks
 from batchwright.serve.tokenizer import Tokenizer
-from batchwright.serve.vocabulary import Vocabulary, vocabulary_of
+from batchwright.serve.vocabulary import vocabulary_of
 from tests.serve.constrained import RandomModel, allowed
 
 NUM_VOCAB, END = 49_152, 2

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from batchwright.serve.constraint import Constraint
 from batchwright.serve.grammar import grammar_of
-from batchwright.serve.guidance import tokenizer_of
+from batchwright.serve.guidance import Vocabulary, tokenizer_of
 from batchwright.serve.masks import Masks
 from batchwright.serve.matcher import Grammar, Matcher
-from batchwright.serve.vocabulary import Vocabulary
 from tests.serve.constrained import allowed
 
 LETTERS = "ab0"

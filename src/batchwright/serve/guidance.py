@@ -9,11 +9,9 @@ the usual 8 MiB and ends the process, so grammars are compiled on threads with a
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-
-from batchwright.serve.vocabulary import Vocabulary
 
 LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,  # to compile: 100 ms or so
@@ -24,11 +22,21 @@ LIMITS = LLParserLimits(
     max_grammar_size=10_000,  # symbols: a schema of 1,200 properties
     verbose_errors=False,
 )
-DEEP_STACK = 256 << 20  # bytes of address space: only what is used becomes memory
-MASK_STACK = 2 << 20  # what Rust gives the threads that compute masks
+STACK_BYTES = 256 << 20  # of address space: only what is used becomes memory
 
 _T = TypeVar("_T")
 _setting_stack_size = threading.Lock()
+
+
+class Vocabulary(NamedTuple):
+    """`token_bytes[v]`: what token v adds to the text. `end_ids`: tokens that end it, if any.
+
+    `strips_space`: decoding drops one space from the beginning of a text.
+    """
+
+    token_bytes: list[bytes]
+    end_ids: list[int]
+    strips_space: bool
 
 
 def tokenizer_of(vocabulary: Vocabulary) -> LLTokenizer:
@@ -51,12 +59,12 @@ class _Tokens(TokenizerWrapper):
 
 
 def build(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Compiles; `is_error` says whether it worked. Lets other threads run meanwhile."""
-    return on_stack(DEEP_STACK, lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS))
+    """Compiles, on a deep stack; `is_error` says whether it worked. Lets other threads run meanwhile."""
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
 
 
-def on_stack(num_bytes: int, work: Callable[[], _T]) -> _T:
-    """The result of `work`, run by a thread with a stack of that size."""
+def on_deep_stack(work: Callable[[], _T]) -> _T:
+    """The result of `work`, run by a thread with `STACK_BYTES` of stack."""
     future: Future[_T] = Future()
 
     def run() -> None:
@@ -67,9 +75,10 @@ def on_stack(num_bytes: int, work: Callable[[], _T]) -> _T:
 
     thread = threading.Thread(target=run, name="grammar", daemon=True)
     with _setting_stack_size:
-        before = threading.stack_size(num_bytes)
+        before = threading.stack_size(STACK_BYTES)
         try:
             thread.start()
         finally:
             threading.stack_size(before)
+    thread.join()
     return future.result()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from llguidance import LLMatcher, LLTokenizer
 
 from batchwright.errors import RequestError
-from batchwright.serve.guidance import build
+from batchwright.serve.guidance import build, on_deep_stack
 
 MAX_RENEWAL_S = 0.02
 REPLAYED_AT_ONCE = 64
@@ -26,12 +26,12 @@ class Grammar:
         self.num_tokens = tokenizer.vocab_size
         self.end_ids = frozenset(tokenizer.eos_tokens)
         self._tokenizer, self._text, self._seconds = tokenizer, text, seconds
-        self.compiled = build(tokenizer, text)
+        self.compiled = on_deep_stack(lambda: build(tokenizer, text))
 
     def renew(self, full: LLMatcher) -> bool:
         """Compile it again, unless that was done since `full` was; False if it takes too long within a step."""
         if self.compiled is full and self._seconds <= MAX_RENEWAL_S:
-            self.compiled = build(self._tokenizer, self._text)
+            self.compiled = on_deep_stack(lambda: build(self._tokenizer, self._text))
         return self.compiled is not full
 
 

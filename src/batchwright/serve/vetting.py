@@ -2,13 +2,14 @@
 
 Compiling counts its work, but not all of it, and can overflow any stack. So the first compilation of every constraint
 happens in a child with `TIME_LIMIT_S` and `MEMORY_LIMIT` for each; where it takes longer, needs more or crashes, the
-child ends and the next constraint gets a new one. What it passed is compiled again by us, the same way. Cost: starting
-the child and telling it the vocabulary takes half a second, once; then one compilation and a fraction of a millisecond.
+child ends and the next constraint gets a new one. What it passed is compiled again by us, the same way. Cost: a child
+(which knows no torch) starts in a quarter of a second; then one compilation and a fraction of a millisecond.
 
     ours  --  the vocabulary, then an Asked for each constraint  ->  child
           <-  a Verdict for each                                 --       messages: length in 8 bytes, then msgpack
 """
 
+import ctypes
 import os
 import re
 import struct
@@ -17,18 +18,18 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, TypeVar
 
 import msgspec
-from llguidance import LLTokenizer
+from llguidance import LLExecutor
 
 from batchwright.errors import RequestError
 from batchwright.serve.constraint import Constraint, Kind
 from batchwright.serve.grammar import grammar_of
-from batchwright.serve.guidance import DEEP_STACK, MASK_STACK, build, on_stack, tokenizer_of
-from batchwright.serve.vocabulary import Vocabulary
+from batchwright.serve.guidance import Vocabulary, build, on_deep_stack, tokenizer_of
 
 if sys.platform == "linux":
     import resource
@@ -69,9 +70,19 @@ class Vetting:
         self._vocabulary = vocabulary
         self._time_limit_s = time_limit_s
         self._child: subprocess.Popen[bytes] | None = None
+        self._end_child: Callable[[], object] = str  # there is none
 
     def vet(self, constraint: Constraint) -> Verdict:
-        """Takes no longer than the time limit, and a child's start."""
+        """Takes no longer than twice the time limit, and a child's start."""
+        is_first = self._child is None or self._child.poll() is not None
+        verdict = self._try(constraint)
+        if verdict is None and not is_first:  # it may be that those before it left too little memory
+            verdict = self._try(constraint)
+        fact = f"compiling it takes more than the {MEMORY_LIMIT >> 20} MiB of memory there are, or crashes"
+        return verdict or Verdict(fact=fact, remedy="simplify it")
+
+    def _try(self, constraint: Constraint) -> Verdict | None:
+        """None if the child ended by itself."""
         if self._child is None or self._child.poll() is not None:
             self._child = self._new_child()
         child = self._child
@@ -84,31 +95,25 @@ class Vetting:
         timer = threading.Timer(self._time_limit_s, end)
         timer.start()
         try:
-            verdict = _answer(child, Asked(constraint.kind, constraint.text, self._vocabulary.strips_space))
+            return _answer(child, Asked(constraint.kind, constraint.text, self._vocabulary.strips_space))
         except BaseException as error:
-            _end(child)  # its answer, if it has one yet, would be taken for the next constraint's
-            if isinstance(error, EOFError | BrokenPipeError):
-                return self._fate(is_late=is_late.is_set())
-            raise
+            self._end_child()  # its answer, if it has one yet, would be taken for the next constraint's
+            if not isinstance(error, EOFError | BrokenPipeError):
+                raise
         finally:
             timer.cancel()
-        return verdict
-
-    def _fate(self, *, is_late: bool) -> Verdict:
-        if is_late:
-            fact = f"compiling it takes longer than the {self._time_limit_s:g} seconds there are"
-        else:
-            fact = f"compiling it takes more than the {MEMORY_LIMIT >> 20} MiB of memory there are"
-        return Verdict(fact=fact, remedy="simplify it", is_certain=not is_late)
+        late = f"compiling it takes longer than the {self._time_limit_s:g} seconds there are"
+        return Verdict(fact=late, remedy="simplify it", is_certain=False) if is_late.is_set() else None
 
     def _new_child(self) -> subprocess.Popen[bytes]:
+        self._end_child()
         paths = os.pathsep.join(path for path in sys.path if path)
         child = subprocess.Popen(  # noqa: S603  a module of ours
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": paths, "MALLOC_ARENA_MAX": "1"}, start_new_session=True,
         )  # fmt: skip
-        weakref.finalize(self, _end, child)
+        self._end_child = weakref.finalize(self, _end, child)
         _answer(child, tuple(self._vocabulary))  # it is ready; the time limit is for constraints
         return child
 
@@ -151,31 +156,43 @@ def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever is printed is no answer
     with suppress(EOFError, BrokenPipeError):
-        vocabulary = Vocabulary(*_receive(sys.stdin.buffer, tuple[list[bytes], list[int], bool]))
-        tokenizer = tokenizer_of(vocabulary)
-        _send(answers, Verdict())
-        while True:
-            asked = _receive(sys.stdin.buffer, Asked)
-            _limit_memory()
-            _send(answers, _verdict(tokenizer, asked))
+        on_deep_stack(lambda: _serve(answers))
 
 
-def _verdict(tokenizer: LLTokenizer, asked: Asked) -> Verdict:
-    start = time.perf_counter()
-    try:
-        grammar = grammar_of(Constraint(asked.kind, asked.text), after_space=asked.after_space)
-    except RequestError as error:
-        return Verdict(fact=error.fact, remedy=error.remedy)
-    compiled = build(tokenizer, grammar)
-    if not compiled.is_error():
-        on_stack(MASK_STACK, compiled.compute_bitmask)
-    if not compiled.is_error():
-        return Verdict(grammar, time.perf_counter() - start)
-    if compiled.stop_reason() == "NoExtensionBias" or "NoExtensionBias" in compiled.get_error():
-        return Verdict(fact="no text satisfies it", remedy="allow something")
-    return Verdict(
-        fact=f"it cannot be compiled: {_reason(compiled.get_error())[:300]}", remedy="correct or simplify it"
-    )
+def _serve(answers: IO[bytes]) -> None:
+    vocabulary = Vocabulary(*_receive(sys.stdin.buffer, tuple[list[bytes], list[int], bool]))
+    trial = _Trial(vocabulary)
+    _limit_memory()
+    _send(answers, Verdict())
+    while True:
+        _send(answers, trial.verdict(_receive(sys.stdin.buffer, Asked)))
+
+
+class _Trial:
+    """Compiles constraints and computes their first mask, by the threads and with the stacks that will do it for us."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._tokenizer = tokenizer_of(vocabulary)
+        self._threads = LLExecutor(1)
+        self._mask_bytes = -(-self._tokenizer.vocab_size // 32) * 4
+        self._room = ctypes.create_string_buffer(2 * self._mask_bytes)
+
+    def verdict(self, asked: Asked) -> Verdict:
+        start = time.perf_counter()
+        try:
+            grammar = grammar_of(Constraint(asked.kind, asked.text), after_space=asked.after_space)
+        except RequestError as error:
+            return Verdict(fact=error.fact, remedy=error.remedy)
+        compiled = build(self._tokenizer, grammar)
+        if not compiled.is_error():
+            both = [(compiled, 0), (compiled.deep_copy(), 1)]  # a single one would not leave this thread
+            self._threads.unsafe_compute_mask_ptr(both, ctypes.addressof(self._room), self._mask_bytes, 2)
+        if not compiled.is_error():
+            return Verdict(grammar, time.perf_counter() - start)
+        if "NoExtensionBias" in compiled.get_error():
+            return Verdict(fact="no text satisfies it", remedy="allow something")
+        fact = f"it cannot be compiled: {_reason(compiled.get_error())[:300]}"
+        return Verdict(fact=fact, remedy="correct or simplify it")
 
 
 def _reason(error: str) -> str:
@@ -185,10 +202,10 @@ def _reason(error: str) -> str:
 
 
 def _limit_memory() -> None:
-    """Using `MEMORY_LIMIT` more than now ends the process. Linux says what is used; elsewhere there is no limit."""
+    """Using `MEMORY_LIMIT` more than now will end the process. Linux says what is used; elsewhere there is no limit."""
     if sys.platform == "linux":
         num_pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = num_pages * resource.getpagesize() + DEEP_STACK + MASK_STACK + MEMORY_LIMIT
+        most = num_pages * resource.getpagesize() + MEMORY_LIMIT
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 

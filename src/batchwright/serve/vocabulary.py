@@ -8,25 +8,15 @@ grammar over text ever allows them.
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokenizers import Tokenizer as Core
 
 from batchwright.errors import UnsupportedModel
+from batchwright.serve.guidance import Vocabulary
 from batchwright.serve.tokenizer import Tokenizer, _token_bytes
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-class Vocabulary(NamedTuple):
-    """`token_bytes[v]`: what token v adds to the text. `end_ids`: tokens that end it, if any.
-
-    `strips_space`: decoding drops one space from the beginning of a text.
-    """
-
-    token_bytes: list[bytes]
-    end_ids: list[int]
-    strips_space: bool
 
 
 def vocabulary_of(tokenizer: Tokenizer, num_vocab: int, end_ids: Sequence[int]) -> Vocabulary:

@@ -226,9 +226,9 @@ def test_equal_tokens_are_drawn_alike(num_tokens: int) -> None:
 
 
 def test_zeros_of_either_sign_are_equal() -> None:
-    """A tie between them goes to the lower id."""
+    """The lower id comes first, and a part of the distribution begins where the one before it ends."""
     logits_1V = torch.tensor([[-1.0, -0.0, 0.0, -0.0, 0.0]])
-    for uniform, token in ((0.0, 1), (0.26, 2), (0.51, 3), (0.76, 4)):
+    for uniform, token in ((0.0, 1), (0.25, 2), (0.5, 3), (0.75, 4)):
         assert by_kernel(logits_1V, Asks(top_k=2), torch.tensor([uniform], dtype=torch.float64)).tolist() == [token]
 
 

@@ -10,7 +10,8 @@ gives the same, and has biases before penalties too; OpenAI documents no order.)
 
 What requests ask for lies in tables by slot, from which a step gathers what its rows need; a batch in which nobody asks
 for a feature pays nothing for it. Cost: greedy rows, one pass over the logits; drawn rows, a softmax and about four
-passes; processed ones, a copy and the few logits that change; benchmarks/sampling.py has the numbers.
+passes, or two by our kernel where kernels are loaded; processed ones, a copy and the few logits that change;
+benchmarks/sampling.py has the numbers.
 
 Shapes: B rows of the batch, R some of those rows, S slots, P settings, V vocabulary, W words of 32 bits.
 """

@@ -2,7 +2,7 @@
 
 Thousands of requests share a few constraints: the newest `MAX_KEPT` stay compiled, and refusals with them. A new one is
 vetted in another process first (`vetting.py`), which bounds its time and memory. So `compile` belongs where waiting for
-up to ten seconds harms nobody, not on the thread that runs steps; as a rule it takes milliseconds.
+up to twelve seconds harms nobody, not on the thread that runs steps; as a rule it takes milliseconds.
 """
 
 import threading

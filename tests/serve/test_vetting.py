@@ -3,8 +3,10 @@
 Which bound refuses is asserted by its own words: counted work, size, nesting, memory, or time, in that order of haste.
 """
 
+import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -249,6 +251,36 @@ def test_only_the_newest_constraints_are_kept(compiler: Compiler) -> None:
     for other in others:
         compiler.compile(other)
     assert compiler.compile(first).grammar is not grammar
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_child_that_ends_between_two_constraints_is_replaced(how: signal.Signals, compiler: Compiler) -> None:
+    """Whoever ended it: nobody's constraint is to blame."""
+    compiler.compile(Constraint.regex(f"before {how.name}"))
+    child = compiler._vetting._child
+    child.send_signal(how)
+    child.wait()
+    compiler.compile(Constraint.regex(f"after {how.name}"))
+    assert compiler._vetting._child is not child
+
+
+def test_a_child_that_hangs_is_ended(tokenizer: Tokenizer) -> None:
+    """It has been stopped, which it cannot notice; the next constraint gets a new one."""
+    compiler = Compiler(tokenizer, NUM_VOCAB, [END], time_limit_s=1)
+    ask_until_there_is_time(compiler, Constraint.regex("a"))
+    compiler._vetting._child.send_signal(signal.SIGSTOP)
+    with pytest.raises(RequestError, match="longer than the 1 seconds"):
+        compiler.compile(Constraint.regex("b"))
+    ask_until_there_is_time(compiler, Constraint.regex("b"))
+
+
+def test_no_child_outlives_its_compiler(tokenizer: Tokenizer) -> None:
+    compiler = Compiler(tokenizer, NUM_VOCAB, [END], time_limit_s=60)
+    compiler.compile(Constraint.regex("a"))
+    child = compiler._vetting._child
+    del compiler
+    gc.collect()
+    assert child.returncode == -signal.SIGKILL
 
 
 def test_the_child_starts_light() -> None:

@@ -12,6 +12,7 @@ child ends and the next constraint gets a new one. What it passed is compiled ag
 import ctypes
 import os
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -35,6 +36,8 @@ if sys.platform == "linux":
     import resource
 
 TIME_LIMIT_S = 2.0
+START_LIMIT_S = 30.0
+ORPHAN_LIMIT_S = 120  # though nobody is left to end it
 MEMORY_LIMIT = 64 << 20
 
 _SOURCE_LINE = re.compile(r"\n *\d+ \| ")
@@ -63,6 +66,10 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     is_certain: bool = True
 
 
+READY = Verdict()
+LATE = Verdict(fact="compiling it takes longer", remedy="simplify it", is_certain=False)
+
+
 class Vetting:
     """Tries constraints for one vocabulary, one at a time."""
 
@@ -85,25 +92,38 @@ class Vetting:
         """None if the child ended by itself."""
         if self._child is None or self._child.poll() is not None:
             self._child = self._new_child()
+            if self._answer(tuple(self._vocabulary), START_LIMIT_S) != READY:
+                fact = f"the process that tries constraints is not ready within {START_LIMIT_S:g} seconds"
+                return Verdict(fact=fact, remedy="try again later", is_certain=False)
+        answer = self._answer(
+            Asked(constraint.kind, constraint.text, self._vocabulary.strips_space), self._time_limit_s
+        )
+        if answer != LATE:
+            return answer
+        return msgspec.structs.replace(LATE, fact=f"{LATE.fact} than the {self._time_limit_s:g} seconds there are")
+
+    def _answer(self, message: object, seconds: float) -> Verdict | None:
+        """`LATE` if the child has not answered by then, None if it ended by itself; in both cases it is gone."""
         child = self._child
+        assert child is not None and child.stdin is not None and child.stdout is not None
         is_late = threading.Event()
 
         def end() -> None:
             is_late.set()
             child.kill()
 
-        timer = threading.Timer(self._time_limit_s, end)
+        timer = threading.Timer(seconds, end)
         timer.start()
         try:
-            return _answer(child, Asked(constraint.kind, constraint.text, self._vocabulary.strips_space))
+            _send(child.stdin, message)
+            return _receive(child.stdout, Verdict)
         except BaseException as error:
             self._end_child()  # its answer, if it has one yet, would be taken for the next constraint's
             if not isinstance(error, EOFError | BrokenPipeError):
                 raise
         finally:
             timer.cancel()
-        late = f"compiling it takes longer than the {self._time_limit_s:g} seconds there are"
-        return Verdict(fact=late, remedy="simplify it", is_certain=False) if is_late.is_set() else None
+        return LATE if is_late.is_set() else None
 
     def _new_child(self) -> subprocess.Popen[bytes]:
         self._end_child()
@@ -114,14 +134,7 @@ class Vetting:
             env={**os.environ, "PYTHONPATH": paths, "MALLOC_ARENA_MAX": "1"}, start_new_session=True,
         )  # fmt: skip
         self._end_child = weakref.finalize(self, _end, child)
-        _answer(child, tuple(self._vocabulary))  # it is ready; the time limit is for constraints
         return child
-
-
-def _answer(child: subprocess.Popen[bytes], message: object) -> Verdict:
-    assert child.stdin is not None and child.stdout is not None
-    _send(child.stdin, message)
-    return _receive(child.stdout, Verdict)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -163,9 +176,12 @@ def _serve(answers: IO[bytes]) -> None:
     vocabulary = Vocabulary(*_receive(sys.stdin.buffer, tuple[list[bytes], list[int], bool]))
     trial = _Trial(vocabulary)
     _limit_memory()
-    _send(answers, Verdict())
+    _send(answers, READY)
     while True:
-        _send(answers, trial.verdict(_receive(sys.stdin.buffer, Asked)))
+        asked = _receive(sys.stdin.buffer, Asked)
+        _end_after(ORPHAN_LIMIT_S)
+        _send(answers, trial.verdict(asked))
+        _end_after(0)
 
 
 class _Trial:
@@ -199,6 +215,12 @@ def _reason(error: str) -> str:
     """What llguidance says, without the lines of the grammar that follow."""
     said = " ".join(line.strip() for line in _SOURCE_LINE.split(error, maxsplit=1)[0].splitlines())
     return said.partition("failed to compile JSON schema: ")[2] or said.removesuffix("<non-verbose/>").strip()
+
+
+def _end_after(seconds: int) -> None:
+    """Whatever this process does then, it ends; 0 takes that back."""
+    if sys.platform != "win32":
+        signal.alarm(seconds)
 
 
 def _limit_memory() -> None:

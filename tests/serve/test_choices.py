@@ -113,6 +113,26 @@ def test_all_choices_are_queued_or_none() -> None:
     assert len(engine.recorder.requests) == 2
 
 
+def test_a_choice_does_not_take_the_id_of_a_live_request() -> None:
+    """It is refused as a whole, and the other goes on."""
+    engine = engine_of()
+    engine.submit(PROMPT, forced(3), request_id="a#1")
+    with pytest.raises(RequestError, match="id a#1 is live"):
+        engine.submit(PROMPT, forced(3, n=2, temperature=1.0), request_id="a")
+    while engine.num_live:
+        engine.step()
+    assert [(request.id, request.num_output) for request in engine.recorder.requests] == [("a#1", 3)]
+
+
+def test_a_clamped_limit_below_the_least_asked_for_is_a_limit() -> None:
+    """The context has room for fewer tokens than `min_tokens`."""
+    engine = engine_of()
+    (completion,) = engine.generate(PROMPT, SamplingParams(max_tokens=900, min_tokens=800))
+    assert completion.finish_reason == "length"
+    assert len(completion.tokens) == min(256, 240) - len(PROMPT)
+    assert engine.num_live == engine.scheduler.load.pages_held == 0
+
+
 def test_a_callback_that_raises_ends_every_choice() -> None:
     engine = engine_of()
 
@@ -144,6 +164,20 @@ def test_a_prompt_scores_what_the_reference_gives_it(budget: int) -> None:
         expected = logprobs_TV[position].topk(3)
         assert [token for token, _ in scored[1]] == expected.indices.tolist()
         torch.testing.assert_close(torch.tensor([one for _, one in scored[1]]), expected.values, atol=1e-4, rtol=0)
+
+
+def test_a_prompt_is_scored_again_under_an_id_that_was_used_before() -> None:
+    """Its pages are still known from then; they are not taken for computed."""
+    engine = engine_of()
+    scores = []
+    for _ in range(2):
+        outputs: list[Output] = []
+        engine.submit(PROMPT, forced(1, prompt_logprobs=0), request_id="x", on_output=outputs.append)
+        while engine.num_live:
+            engine.step()
+        scores.append(outputs[0].prompt_logprobs)
+    assert scores[0] == scores[1]
+    assert all(scores[1][1:])
 
 
 def test_a_scored_prompt_survives_preemption() -> None:

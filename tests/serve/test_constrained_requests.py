@@ -135,6 +135,14 @@ def test_a_constraint_that_becomes_too_costly_ends_its_request_alone(smollm2: Lo
     assert "cannot be worked out" in (bad.error or "")
 
 
-def test_without_a_tokenizer_there_is_nothing_to_constrain() -> None:
-    with pytest.raises(RequestError, match="has no tokenizer"):
+def test_without_an_end_token_there_is_nothing_to_constrain() -> None:
+    with pytest.raises(RequestError, match="tiny has no end token"):
         Engine(tiny(), memory=ROOMY).submit([1, 2], SamplingParams(constraint=Constraint.json_object()))
+
+
+def test_what_cannot_be_constrained_is_refused() -> None:
+    """A choice that is no list, and text that would go on behind the end."""
+    with pytest.raises(RequestError, match="'yes' is no list; give a list of strings"):
+        Constraint.choice("yes")
+    with pytest.raises(RequestError, match="its constraint says where the output ends"):
+        SamplingParams(constraint=Constraint.json_object(), ignore_eos=True)

@@ -130,6 +130,11 @@ def test_settings_that_contradict_each_other_are_refused(setting, fact):
     assert refused.value.fact == fact
 
 
+def test_a_number_that_no_float_holds_is_out_of_range():
+    with pytest.raises(RequestError, match="temperature must be"):
+        SamplingParams(temperature=10**400)
+
+
 def test_answers_may_be_several_also_where_they_are_equal():
     """Of a request that is drawn, as many as 128."""
     assert SamplingParams(n=2, best_of=128, temperature=0.5).best_of == 128

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchwright.errors import BrokenWeights
+from batchwright.errors import BrokenWeights, UnsupportedModel
 from batchwright.facts.shape import ModelShape
 from batchwright.serve.backend import Target, ops_for, takes_openvino
+from batchwright.serve.draws import MAX_VOCABULARY
 from batchwright.serve.experts import Source, unfused
 from batchwright.serve.model import Decoder, supported_shape, tensor_shapes
 from batchwright.serve.openvino_executor import OpenVinoDecoder
@@ -30,6 +31,9 @@ def build(
     Raises BrokenWeights where the source lacks a tensor, or has it in another shape; UnsupportedModel and ConfigError.
     """
     sizes = supported_shape(config)
+    if sizes.vocab > MAX_VOCABULARY:
+        fact = f"its vocabulary has {sizes.vocab:,} tokens, and at most {MAX_VOCABULARY:,} can be drawn from"
+        raise UnsupportedModel(f"loading {path}", fact, "use a model with a smaller one")
     source = _complete(path, source, sizes)
 
     def take(name: str) -> Tensor:

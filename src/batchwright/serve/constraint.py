@@ -31,6 +31,9 @@ class Constraint:
     text: str = ""
 
     def __post_init__(self) -> None:
+        if self.kind not in MAX_CHARACTERS:
+            kinds = ", ".join(MAX_CHARACTERS)
+            raise RequestError(f"constraining output by a {self.kind!r:.80}", f"there are {kinds}", "use one of these")
         most = MAX_CHARACTERS[self.kind]
         if len(self.text) > most:
             fact = f"it has {len(self.text):,} characters, and at most {most:,} are taken"
@@ -68,6 +71,10 @@ class Constraint:
     @classmethod
     def choice(cls, options: Iterable[str]) -> "Constraint":
         """One of `options`."""
+        if isinstance(options, str) or not isinstance(options, Iterable):
+            raise RequestError(
+                "constraining output by a choice", f"{options!r:.80} is no list", "give a list of strings"
+            )
         listed = [_checked("choice", option) for option in options]
         if not listed:
             raise RequestError("constraining output by a choice", "there are no options", "give at least one")

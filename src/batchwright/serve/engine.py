@@ -167,10 +167,15 @@ class Engine:
     ) -> str:  # fmt: skip
         params = work.params if work.params.seed is not None else replace(work.params, seed=self._num_submitted)
         choices = Choices(self._checked_id(request_id), params, on_output)
+        number = self._num_submitted
         lives = [
-            LiveRequest(choices, index, choices.params_of(params, index), work, self.model, self.memory.page_size)
+            LiveRequest(
+                choices, index, choices.params_of(params, index), work, number, self.model, self.memory.page_size
+            )
             for index in range(choices.num_computed)
         ]
+        if taken := [live.id for live in lives[1:] if self._is_taken(live.id)]:
+            raise RequestError(f"submit request {choices.id!r:.80}", f"id {taken[0]} is live", "use another id")
         try:
             for live in lives:
                 self.executor.add(live.id, work.tokens, live.params, work.extras(self.scheduler.max_drafts))

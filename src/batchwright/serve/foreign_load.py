@@ -97,6 +97,8 @@ def _told(family: str) -> Iterator[None]:
 
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except (*_FAILURES, StrictDataclassError, SafetensorError) as error:
         raise refused(family, f"transformers fails: {type(error).__name__}: {str(error)[:500]}") from error
 

@@ -77,6 +77,9 @@ class Intake:
     def _grammar(self, constraint: Constraint | None) -> Grammar | None:
         if constraint is None:
             return None
+        if not self._model.eos_ids:
+            fact = f"{self._model.name} has no end token, so nothing could end it"
+            raise RequestError(constraint.asked, fact, "use a model that has one")
         with self._lock:
             if self._compiler is None:
                 tokenizer = tokenizer_of(self._model, "constrain an output")

@@ -1,7 +1,6 @@
 """A request under way: its text as far as it is known, what ends it, and the keys of its pages."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from batchwright.records import FinishReason
 from batchwright.serve.choices import Choices
@@ -22,8 +21,10 @@ class LiveRequest:
     """
 
     def __init__(
-        self, choices: Choices, index: int, params: SamplingParams, work: Work, model: LoadedModel, page_size: int
-    ) -> None:
+        self, choices: Choices, index: int, params: SamplingParams, work: Work, number: int, model: LoadedModel,
+        page_size: int,
+    ) -> None:  # fmt: skip
+        """`number` is no other request's: what is scored is computed, and not taken from another's pages."""
         self.choices = choices
         self.index = index
         self.id = f"{choices.id}#{index}" if index else choices.id
@@ -31,8 +32,8 @@ class LiveRequest:
         self.num_output = 0
         self.params = params
         is_scored = params.prompt_logprobs is not None
-        alone = self.id if is_scored else ""  # what is scored is computed, and not taken from another's pages
-        self.keys = PageKeys(page_size, salt=f"{work.salt}#{alone}" if work.salt or alone else "")
+        salt = f"{work.salt}\0{number}" if is_scored else work.salt
+        self.keys = PageKeys(page_size, salt)
         self.prompt_keys = self.keys.push(work.tokens)
         self.decoder = model.tokenizer.stream(skip_special_tokens=True) if model.tokenizer else None
         self._prompt_scores: list[Score | None] = [None] * len(work.tokens) if is_scored else []
@@ -40,7 +41,7 @@ class LiveRequest:
     def admit(self, max_tokens: int, eos_ids: Sequence[int]) -> None:
         """It will get at most `max_tokens`."""
         self.max_tokens = max_tokens
-        self.stop = StopChecker(replace(self.params, max_tokens=max_tokens), eos_ids)
+        self.stop = StopChecker(self.params, eos_ids, max_tokens)
 
     def push(self, sampled: Sampled) -> Output:
         """Take its next token: the text that may be shown now and, if it ends here, why."""

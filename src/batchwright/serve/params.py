@@ -4,6 +4,7 @@ Whatever a client can make long is bounded, so that one request's cost per token
 """
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -92,6 +93,10 @@ class SamplingParams:
         if self.min_tokens > self.max_tokens:
             fact = f"max_tokens={self.max_tokens} is less"
             raise RequestError(self._asked("min_tokens"), fact, "min_tokens must be at most max_tokens")
+        for name in ("ignore_eos", "min_tokens"):
+            if self.constraint is not None and getattr(self, name):
+                fact = "its constraint says where the output ends"
+                raise RequestError(self._asked(name), fact, f"leave {name} out")
         if self.best_of is not None and self.best_of < self.n:
             fact = f"n={self.n} answers are to be chosen from them"
             raise RequestError(self._asked("best_of"), fact, "best_of must be at least n")
@@ -149,7 +154,7 @@ def _is_int(value: object, low: int, high: float = math.inf) -> bool:
 
 def _is_number(value: object, low: float, high: float = math.inf) -> bool:
     return (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high
+        isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= min(high, sys.float_info.max)
     )
 
 

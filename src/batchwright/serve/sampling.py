@@ -34,6 +34,7 @@ from batchwright.serve.biases import TokensOfRow
 from batchwright.serve.draws import MAX_VOCABULARY, draw
 from batchwright.serve.filters import OFF, Scored, draw_filtered, draw_typical
 from batchwright.serve.kernels import calls
+from batchwright.serve.kernels.build import built
 from batchwright.serve.params import SamplingParams
 from batchwright.serve.penalties import History, PenalisedRow, Penalties
 from batchwright.serve.ranking import kernels_take, likeliest
@@ -118,6 +119,8 @@ class Sampler:
 
     def __init__(self, num_vocab: int, device: torch.device) -> None:
         assert 0 < num_vocab <= MAX_VOCABULARY
+        if device.type == "cpu":
+            built()  # or not: who draws is settled before the first draw, since each rounds as it does
         self.num_vocab = num_vocab
         self.device = device
         self._free: list[int] = []

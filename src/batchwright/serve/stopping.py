@@ -16,11 +16,14 @@ from batchwright.serve.params import SamplingParams
 
 
 class StopChecker:
-    """Watches one request's output. `eos_ids` are the model's own end tokens, disregarded under `ignore_eos`."""
+    """Watches one request's output, of at most `max_tokens` tokens (by default as many as `params` allow).
 
-    def __init__(self, params: SamplingParams, eos_ids: Collection[int]) -> None:
+    `eos_ids` are the model's own end tokens, disregarded under `ignore_eos`.
+    """
+
+    def __init__(self, params: SamplingParams, eos_ids: Collection[int], max_tokens: int | None = None) -> None:
         self._stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
-        self._max_tokens = params.max_tokens
+        self._max_tokens = max_tokens or params.max_tokens
         self._stops = params.stop
         self._held = ""
         self._finished = False

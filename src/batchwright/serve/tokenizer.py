@@ -107,7 +107,7 @@ class _ByteLevelStream:
 
     def push(self, token_id: int) -> str:
         token = None if token_id in self._hidden else self._core.id_to_token(token_id)
-        return "" if token is None else self._utf8.decode(_token_bytes(token))
+        return "" if token is None else self._utf8.decode(token_bytes(token))
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -155,7 +155,7 @@ _BYTE_OF_CHARACTER = _byte_alphabet()
 
 
 @lru_cache(maxsize=1 << 18)
-def _token_bytes(token: str) -> bytes:
+def token_bytes(token: str) -> bytes:
     """The bytes that a token spells; one outside the alphabet (some added tokens) stands for its own text."""
     try:
         return bytes([_BYTE_OF_CHARACTER[character] for character in token])

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Core
 
 from batchwright.errors import UnsupportedModel
 from batchwright.serve.guidance import Vocabulary
-from batchwright.serve.tokenizer import Tokenizer, _token_bytes
+from batchwright.serve.tokenizer import Tokenizer, token_bytes
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -37,7 +37,7 @@ def _reader(core: Core) -> tuple[Callable[[str], bytes], bool]:
     steps: Sequence[Mapping[str, Any]] = decoder.get("decoders", [decoder])
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
-        return _token_bytes, False
+        return token_bytes, False
     if kinds == ["Metaspace"]:
         space = str(steps[0]["replacement"])
         return lambda token: token.replace(space, " ").encode(), steps[0].get("prepend_scheme") != "never"

@@ -23,10 +23,10 @@ import dated
 from batchwright.policy.pages import Memory
 from batchwright.policy.types import StepPlan
 from batchwright.serve.engine import Engine
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.sampling import Sampled
+from batchwright.serve.loading.weights import LoadedModel, load
+from batchwright.serve.sampling.params import SamplingParams
+from batchwright.serve.sampling.sampler import Sampled
 from batchwright.serve.sequences import NO_EXTRAS, Extras, RowResult
-from batchwright.serve.weights import LoadedModel, load
 
 SIZES = (32, 64)
 NUM_STEPS = 256

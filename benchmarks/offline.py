@@ -29,7 +29,7 @@ from contest.score import scores
 from contest.table import table
 
 import batchwright
-from batchwright.serve.weights import load
+from batchwright.serve.loading.weights import load
 from batchwright.studies.roofline import measure_hardware
 
 

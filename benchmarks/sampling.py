@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from batchwright.serve.engine import Engine
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.sampling import Row, Sampler
-from batchwright.serve.weights import load
+from batchwright.serve.loading.weights import load
+from batchwright.serve.sampling.params import SamplingParams
+from batchwright.serve.sampling.sampler import Row, Sampler
 
 NUM_ROWS = 32
 NUM_STEPS = 30

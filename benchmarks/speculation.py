@@ -21,8 +21,8 @@ from batchwright.policy.continuous import Continuous, ContinuousSettings
 from batchwright.policy.speculation import Speculation
 from batchwright.records import Recorder
 from batchwright.serve.engine import Engine
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.weights import LoadedModel, load
+from batchwright.serve.loading.weights import LoadedModel, load
+from batchwright.serve.sampling.params import SamplingParams
 
 NUM_TOKENS = 160
 PASSAGES = ("assert", "break", "continue", "del", "global", "in", "nonlocal", "pass", "if", "while", "with", "yield",

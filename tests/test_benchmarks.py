@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchwright.serve.rope import interleave
+from batchwright.serve.decoders.rope import interleave
 from benchmarks.contest import environments, race, table, worker
 from benchmarks.contest.contestants import BASE, CONTESTANTS, Contestant, ours
 from benchmarks.contest.models import in_halves

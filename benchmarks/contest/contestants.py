@@ -1,7 +1,7 @@
 """Everyone who takes part, in one table: which worker, in which environment, on which form of the model, and how.
 
-A contestant of ours is a line of keyword arguments: `load` goes to `batchwright.serve.weights.load`, `engine` to
-`Engine`. So load={"backend": "openvino"} or engine={"deterministic": True} is all that a new one needs.
+A contestant of ours is a line of keyword arguments: `load` goes to `weights.load`, `engine` to `Engine`.
+So load={"backend": "openvino"} or engine={"deterministic": True} is all that a new one needs.
 """
 
 from collections.abc import Mapping, Sequence

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from batchwright.serve.gguf_config import config_of_gguf
-from batchwright.serve.gguf_file import GgufFile
-from batchwright.serve.gguf_model import GgufSource
-from batchwright.serve.locate import default_path
-from batchwright.serve.weights import load
+from batchwright.serve.loading.gguf_config import config_of_gguf
+from batchwright.serve.loading.gguf_file import GgufFile
+from batchwright.serve.loading.gguf_model import GgufSource
+from batchwright.serve.loading.locate import default_path
+from batchwright.serve.loading.weights import load
 
 from .environments import run_in
 from .places import MODELS

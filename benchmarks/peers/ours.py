@@ -18,9 +18,9 @@ from batchwright.bench.summary import summarize
 from batchwright.policy.continuous import Continuous, ContinuousSettings
 from batchwright.policy.static import one_by_one, static
 from batchwright.records import Recorder, StepRecord, row_kinds
+from batchwright.serve.decoders.model import Decoder
 from batchwright.serve.engine import Policy
-from batchwright.serve.model import Decoder
-from batchwright.serve.weights import LoadedModel, load
+from batchwright.serve.loading.weights import LoadedModel, load
 
 ROWS = 32
 POLICIES: dict[str, Callable[[int | None], Policy]] = {

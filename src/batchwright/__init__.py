@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from batchwright.errors import BatchwrightError, MissingDependency
 
 if TYPE_CHECKING:
-    from batchwright.serve.constraint import Constraint
+    from batchwright.serve.constraints.constraint import Constraint
     from batchwright.serve.engine import Engine
     from batchwright.serve.outputs import Completion, Output
-    from batchwright.serve.params import SamplingParams
+    from batchwright.serve.sampling.params import SamplingParams
 
 __version__ = "0.1.0"
 
@@ -25,10 +25,10 @@ __all__ = ["BatchwrightError", "Completion", "Constraint", "Engine", "Output", "
 
 _HOMES = {
     "Completion": "batchwright.serve.outputs",
-    "Constraint": "batchwright.serve.constraint",
+    "Constraint": "batchwright.serve.constraints.constraint",
     "Engine": "batchwright.serve.engine",
     "Output": "batchwright.serve.outputs",
-    "SamplingParams": "batchwright.serve.params",
+    "SamplingParams": "batchwright.serve.sampling.params",
 }
 
 

@@ -12,8 +12,8 @@ from batchwright.policy.static import static
 from batchwright.policy.types import Scheduler
 from batchwright.serve.engine import Engine
 from batchwright.serve.outputs import Completion
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.sampling import Row, Sampler
+from batchwright.serve.sampling.params import SamplingParams
+from batchwright.serve.sampling.sampler import Row, Sampler
 from tests.serve.conftest import make_checkpoint  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.gpu

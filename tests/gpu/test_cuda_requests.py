@@ -13,8 +13,8 @@ from batchwright.policy.pages import Memory
 from batchwright.policy.speculation import Speculation
 from batchwright.records import Recorder
 from batchwright.serve.engine import Engine
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.sampling import Row, Sampler
+from batchwright.serve.sampling.params import SamplingParams
+from batchwright.serve.sampling.sampler import Row, Sampler
 from tests.serve.conftest import make_checkpoint  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.gpu

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from batchwright.serve.engine import Engine
+from batchwright.serve.loading.weights import LoadedModel, load
 from batchwright.serve.outputs import Completion
-from batchwright.serve.weights import LoadedModel, load
 from tests.serve.scripted import Job, forced, workload64
 from tests.serve.test_quality import exact, judged
 

@@ -18,10 +18,10 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from batchwright.serve.filters import Scored, kept, most_typical
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.ranking import likeliest
-from batchwright.serve.sampling import Row, Sampled, Sampler, _Way
+from batchwright.serve.sampling.filters import Scored, kept, most_typical
+from batchwright.serve.sampling.params import SamplingParams
+from batchwright.serve.sampling.ranking import likeliest
+from batchwright.serve.sampling.sampler import Row, Sampled, Sampler, _Way
 
 CPU = torch.device("cpu")
 

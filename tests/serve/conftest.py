@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from batchwright.serve import openvino_executor, weights
-from batchwright.serve.attention import reference_attention, rotated
-from batchwright.serve.model import Decoder
-from batchwright.serve.rope import rotations
-from batchwright.serve.weights import LoadedModel
+from batchwright.serve import openvino_executor
+from batchwright.serve.decoders.attention import reference_attention, rotated
+from batchwright.serve.decoders.model import Decoder
+from batchwright.serve.decoders.rope import rotations
+from batchwright.serve.loading import weights
+from batchwright.serve.loading.weights import LoadedModel
 
 TINY: dict[str, Any] = {
     "vocab_size": 97,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from batchwright.serve.masks import Masks
-from batchwright.serve.matcher import Matcher
-from batchwright.serve.tokenizer import Tokenizer
+from batchwright.serve.constraints.masks import Masks
+from batchwright.serve.constraints.matcher import Matcher
+from batchwright.serve.loading.tokenizer import Tokenizer
 
 ENOUGH = 40  # tokens, after which a text is brought to its end
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from batchwright.policy.pages import Memory
-from batchwright.serve.adapters import Adapter, StepAdapters
-from batchwright.serve.attention import RowSpan, layout_order
+from batchwright.serve.decoders.adapters import Adapter, StepAdapters
+from batchwright.serve.decoders.attention import RowSpan, layout_order
 from batchwright.serve.kv import PagedKV
 
 PAGE, NUM_STEPS = 8, 4

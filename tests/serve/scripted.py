@@ -12,13 +12,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from batchwright.policy.pages import Memory
 from batchwright.policy.types import Dropped, Request, Scheduler, StepOutcome, StepPlan
+from batchwright.serve.decoders.model import Decoder
 from batchwright.serve.executor import TorchExecutor, TorchPending
 from batchwright.serve.keys import PageKeys
-from batchwright.serve.model import Decoder
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.sampling import Sampled
+from batchwright.serve.loading.weights import LoadedModel
+from batchwright.serve.sampling.params import SamplingParams
+from batchwright.serve.sampling.sampler import Sampled
 from batchwright.serve.sequences import NO_EXTRAS, Extras, RowResult
-from batchwright.serve.weights import LoadedModel
 from batchwright.testing import FakeExecutor
 from tests.serve.conftest import TINY
 

@@ -12,7 +12,7 @@ from batchwright.policy.pages import Memory
 from batchwright.policy.speculation import Speculation
 from batchwright.records import Recorder
 from batchwright.serve.engine import Engine
-from batchwright.serve.weights import load
+from batchwright.serve.loading.weights import load
 from tests.serve.conftest import MakeAdapter, MakeCheckpoint
 from tests.serve.families import tiny_model
 from tests.serve.scripted import forced, tokens_of

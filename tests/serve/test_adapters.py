@@ -16,13 +16,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from batchwright.errors import BatchwrightError, BrokenWeights, InputError, UnsupportedModel
-from batchwright.serve import native, weights
-from batchwright.serve.adapter_file import CONFIG, WEIGHTS, load_adapter
-from batchwright.serve.adapter_scale import Scaling
-from batchwright.serve.adapters import Adapter, StepAdapters
-from batchwright.serve.checkpoint import read_json
-from batchwright.serve.model import Decoder
-from batchwright.serve.rope import interleave
+from batchwright.serve.decoders import native
+from batchwright.serve.decoders.adapters import Adapter, StepAdapters
+from batchwright.serve.decoders.model import Decoder
+from batchwright.serve.decoders.rope import interleave
+from batchwright.serve.loading import weights
+from batchwright.serve.loading.adapter_file import CONFIG, WEIGHTS, load_adapter
+from batchwright.serve.loading.adapter_scale import Scaling
+from batchwright.serve.loading.checkpoint import read_json
 from tests.serve.conftest import SOME_TOKENS_T as TOKENS_T
 from tests.serve.conftest import TINY, DenseCache, MakeAdapter, MakeCheckpoint
 from tests.serve.mixed import logits_of, random_jobs

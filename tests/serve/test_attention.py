@@ -10,7 +10,7 @@ from torch import Tensor
 
 from batchwright.facts.shape import ModelShape
 from batchwright.policy.pages import Memory
-from batchwright.serve.attention import (
+from batchwright.serve.decoders.attention import (
     LayerAttention,
     RowSpan,
     StepLayout,
@@ -18,8 +18,8 @@ from batchwright.serve.attention import (
     reference_attention,
     rotated,
 )
+from batchwright.serve.decoders.rope import rotations
 from batchwright.serve.kv import PagedKV, slots
-from batchwright.serve.rope import rotations
 from tests.serve.scripted import tiny
 
 NUM_PAGES, PAGE_SIZE = 64, 4

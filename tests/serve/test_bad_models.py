@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Core
 from tokenizers import models
 
 from batchwright.errors import BatchwrightError, BrokenWeights, ConfigError, RequestError, UnsupportedModel
-from batchwright.serve import weights
+from batchwright.serve.loading import weights
 from batchwright.serve.prompts import token_ids
 from tests.serve.families import NUM_VOCAB, TINY_FAMILIES, tiny_model
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 
 from batchwright.errors import RequestError
-from batchwright.serve.bad_words import BadWords, WordsOfRow, bad_word_ids, completions
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.weights import LoadedModel
+from batchwright.serve.loading.weights import LoadedModel
+from batchwright.serve.sampling.bad_words import BadWords, WordsOfRow, bad_word_ids, completions
+from batchwright.serve.sampling.params import SamplingParams
 
 word = st.lists(st.integers(0, 4), min_size=1, max_size=4)
 

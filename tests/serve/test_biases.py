@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.serve.biases import rule_out_unset
-from batchwright.serve.params import SamplingParams
+from batchwright.serve.sampling.biases import rule_out_unset
+from batchwright.serve.sampling.params import SamplingParams
 from tests.serve.choosing import Asked, choose, make_logits
 
 GREEDY = SamplingParams()

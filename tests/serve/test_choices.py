@@ -12,7 +12,7 @@ from batchwright.policy.pages import Memory
 from batchwright.records import Recorder
 from batchwright.serve.engine import Engine
 from batchwright.serve.outputs import Completion, Output
-from batchwright.serve.params import SamplingParams
+from batchwright.serve.sampling.params import SamplingParams
 from tests.serve.scripted import forced, reference_logits, tiny, tokens_of
 
 MEMORY = Memory(60, 4, 256)

@@ -14,9 +14,9 @@ from batchwright.policy.pages import Memory
 from batchwright.policy.speculation import Speculation
 from batchwright.records import Recorder
 from batchwright.serve.engine import Engine
+from batchwright.serve.loading.weights import LoadedModel
 from batchwright.serve.outputs import Completion
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.weights import LoadedModel
+from batchwright.serve.sampling.params import SamplingParams
 from tests.serve.scripted import OverlappingExecutor, tiny
 
 SCHEMA = {

@@ -16,15 +16,15 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Core
 
 from batchwright.errors import RequestError, UnsupportedModel
-from batchwright.serve.compiler import Compiler
-from batchwright.serve.constraint import MAX_CHARACTERS, Constraint
-from batchwright.serve.gguf_file import GgufFile
-from batchwright.serve.gguf_tokenizer import from_gguf
-from batchwright.serve.guidance import Vocabulary
-from batchwright.serve.locate import default_path
-from batchwright.serve.masks import Masks
-from batchwright.serve.tokenizer import Tokenizer
-from batchwright.serve.vocabulary import vocabulary_of
+from batchwright.serve.constraints.compiler import Compiler
+from batchwright.serve.constraints.constraint import MAX_CHARACTERS, Constraint
+from batchwright.serve.constraints.guidance import Vocabulary
+from batchwright.serve.constraints.masks import Masks
+from batchwright.serve.constraints.vocabulary import vocabulary_of
+from batchwright.serve.loading.gguf_file import GgufFile
+from batchwright.serve.loading.gguf_tokenizer import from_gguf
+from batchwright.serve.loading.locate import default_path
+from batchwright.serve.loading.tokenizer import Tokenizer
 from tests.serve.constrained import RandomModel, allowed
 
 NUM_VOCAB, END = 49_152, 2

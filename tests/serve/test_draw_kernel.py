@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchwright.serve import native
-from batchwright.serve.draws import NUM_WEIGHT_BITS, draw
-from batchwright.serve.filters import OFF, Scored, draw_filtered, draw_typical
+from batchwright.serve.decoders import native
 from batchwright.serve.kernels import calls
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.ranking import likeliest
-from batchwright.serve.rows import FOLD, Room
+from batchwright.serve.sampling.draws import NUM_WEIGHT_BITS, draw
+from batchwright.serve.sampling.filters import OFF, Scored, draw_filtered, draw_typical
+from batchwright.serve.sampling.params import SamplingParams
+from batchwright.serve.sampling.ranking import likeliest
+from batchwright.serve.sampling.rows import FOLD, Room
 from tests.serve.choosing import CPU, choose_at, make_logits
 from tests.serve.test_native import target
 

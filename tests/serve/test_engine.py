@@ -24,9 +24,9 @@ from batchwright.policy.static import one_by_one, static
 from batchwright.policy.types import StepPlan
 from batchwright.records import RequestRecord
 from batchwright.serve.engine import Engine, Policy, default_memory
+from batchwright.serve.loading.weights import LoadedModel
 from batchwright.serve.outputs import Completion, Output
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.weights import LoadedModel
+from batchwright.serve.sampling.params import SamplingParams
 from batchwright.testing import VirtualClock
 from tests.serve.scripted import (
     PretendingExecutor,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from batchwright.policy.pages import Memory
 from batchwright.policy.types import Chunk, StepPlan
 from batchwright.serve.executor import TorchExecutor
-from batchwright.serve.params import SamplingParams
+from batchwright.serve.sampling.params import SamplingParams
 from batchwright.serve.sequences import RowResult
 from tests.serve.scripted import WatchedExecutor, forced, reference_logits, tiny, tokens_of
 

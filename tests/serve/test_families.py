@@ -18,18 +18,19 @@ from batchwright.facts import families as facts
 from batchwright.facts import shape
 from batchwright.facts.shape import ModelShape
 from batchwright.policy.pages import Memory
-from batchwright.serve import native, recipe, weights
-from batchwright.serve.attention import RowSpan, layout_order
-from batchwright.serve.backend import Backend
-from batchwright.serve.checkpoint import SafetensorsSource
+from batchwright.serve.decoders import native, recipe
+from batchwright.serve.decoders.attention import RowSpan, layout_order
+from batchwright.serve.decoders.backend import Backend
+from batchwright.serve.decoders.experts import Experts, unfused
+from batchwright.serve.decoders.model import Decoder, supported_shape, tensor_shapes
+from batchwright.serve.decoders.native import NativeOps
+from batchwright.serve.decoders.ops import TorchOps
+from batchwright.serve.decoders.recipe import recipe_of
 from batchwright.serve.engine import Engine
-from batchwright.serve.experts import Experts, unfused
 from batchwright.serve.kv import PagedKV
-from batchwright.serve.model import Decoder, supported_shape, tensor_shapes
-from batchwright.serve.native import NativeOps
-from batchwright.serve.ops import TorchOps
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.recipe import recipe_of
+from batchwright.serve.loading import weights
+from batchwright.serve.loading.checkpoint import SafetensorsSource
+from batchwright.serve.sampling.params import SamplingParams
 from tests.serve.conftest import DenseCache
 from tests.serve.families import NUM_VOCAB, TINY_FAMILIES, reference_logits, tiny_model
 

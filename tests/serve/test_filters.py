@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from batchwright.serve import filters
-from batchwright.serve.params import SamplingParams
+from batchwright.serve.sampling import filters
+from batchwright.serve.sampling.params import SamplingParams
 from tests.serve.choosing import Asked, distribution, make_logits, transformers_distribution
 
 

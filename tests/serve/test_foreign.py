@@ -15,12 +15,12 @@ from transformers.utils import logging
 
 from batchwright.errors import BatchwrightError, BrokenWeights, ConfigError, MissingDependency, UnsupportedModel
 from batchwright.policy.pages import Memory
-from batchwright.serve import foreign_load
-from batchwright.serve.backend import Target
+from batchwright.serve.decoders.backend import Target
+from batchwright.serve.decoders.foreign import ForeignDecoder
 from batchwright.serve.engine import Engine
-from batchwright.serve.foreign import ForeignDecoder
-from batchwright.serve.foreign_load import load_foreign
-from batchwright.serve.weights import LoadedModel
+from batchwright.serve.loading import foreign_load
+from batchwright.serve.loading.foreign_load import load_foreign
+from batchwright.serve.loading.weights import LoadedModel
 from tests.serve.conftest import TINY
 from tests.serve.mixed import logits_of, random_jobs
 from tests.serve.scripted import forced

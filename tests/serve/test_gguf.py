@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from batchwright.errors import BatchwrightError, BrokenWeights, ConfigError, UnsupportedModel
-from batchwright.serve import weights
-from batchwright.serve.gguf_blocks import BLOCK_KINDS
-from batchwright.serve.gguf_config import config_of_gguf
-from batchwright.serve.gguf_file import GgufFile
-from batchwright.serve.gguf_model import GgufSource
-from batchwright.serve.locate import default_path
-from batchwright.serve.model import supported_shape
-from batchwright.serve.rope import frequencies, interleave
-from batchwright.serve.weights import LoadedModel
+from batchwright.serve.decoders.model import supported_shape
+from batchwright.serve.decoders.rope import frequencies, interleave
+from batchwright.serve.loading import weights
+from batchwright.serve.loading.gguf_blocks import BLOCK_KINDS
+from batchwright.serve.loading.gguf_config import config_of_gguf
+from batchwright.serve.loading.gguf_file import GgufFile
+from batchwright.serve.loading.gguf_model import GgufSource
+from batchwright.serve.loading.locate import default_path
+from batchwright.serve.loading.weights import LoadedModel
 from tests.serve.conftest import LLAMA3_ROPE, TINY, DenseCache
 
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from batchwright.errors import BatchwrightError, UnsupportedModel
-from batchwright.serve import weights
-from batchwright.serve.gguf_file import GgufFile
+from batchwright.serve.loading import weights
+from batchwright.serve.loading.gguf_file import GgufFile
 from tests.serve.conftest import DenseCache
 from tests.serve.families import NUM_VOCAB, reference_logits, tiny_model
 

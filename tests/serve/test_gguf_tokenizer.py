@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Core
 
 from batchwright.errors import BrokenWeights
-from batchwright.serve.gguf_tokenizer import from_gguf
+from batchwright.serve.loading.gguf_tokenizer import from_gguf
 from tests.serve.test_tokenizer import ODD_TEXTS
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6

@@ -21,14 +21,14 @@ from batchwright.policy.pages import Memory
 from batchwright.policy.static import static
 from batchwright.policy.types import StepPlan
 from batchwright.records import Recorder
+from batchwright.serve.decoders.model import Decoder
 from batchwright.serve.engine import Engine, Policy
 from batchwright.serve.executor import TorchExecutor
-from batchwright.serve.model import Decoder
+from batchwright.serve.loading.weights import LoadedModel
 from batchwright.serve.outputs import Output
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.sampling import Sampled
+from batchwright.serve.sampling.params import SamplingParams
+from batchwright.serve.sampling.sampler import Sampled
 from batchwright.serve.sequences import NO_EXTRAS, Extras, RowResult
-from batchwright.serve.weights import LoadedModel
 from batchwright.testing import VirtualClock
 from tests.serve.scripted import forced, tiny
 

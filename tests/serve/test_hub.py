@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchwright.errors import BatchwrightError, BrokenWeights, InputError, UnsupportedModel
-from batchwright.serve import weights
-from batchwright.serve.hub import HubName, fetch
+from batchwright.serve.loading import weights
+from batchwright.serve.loading.hub import HubName, fetch
 from tests.serve.conftest import DenseCache, MakeCheckpoint
 from tests.serve.test_gguf import write_tiny
 
@@ -291,7 +291,7 @@ def test_switched_off_only_the_cache_is_asked(hub: Hub, monkeypatch: pytest.Monk
 
 def test_the_clients_environment_variables_count(tmp_path: Path) -> None:
     """A process of its own is told where the cache is, and not to ask; nothing but its error is written."""
-    program = "from batchwright.serve.hub import *\nfetch(HubName.parse('org/tiny'), print)"
+    program = "from batchwright.serve.loading.hub import *\nfetch(HubName.parse('org/tiny'), print)"
     clean = {key: value for key, value in os.environ.items() if not key.endswith("_OFFLINE")}
     environment = clean | {"TRANSFORMERS_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "here"), "HF_TOKEN": TOKEN}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)

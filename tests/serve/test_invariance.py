@@ -10,14 +10,14 @@ import torch
 
 from batchwright.policy.continuous import Continuous, ContinuousSettings
 from batchwright.policy.pages import Memory
-from batchwright.serve import native
-from batchwright.serve.backend import Quantization
+from batchwright.serve.decoders import native
+from batchwright.serve.decoders.backend import Quantization
+from batchwright.serve.decoders.model import Decoder
+from batchwright.serve.decoders.native import NativeOps
+from batchwright.serve.decoders.ops import Ops, TorchOps
 from batchwright.serve.engine import Completion, Engine
-from batchwright.serve.model import Decoder
-from batchwright.serve.native import NativeOps
-from batchwright.serve.ops import Ops, TorchOps
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.weights import LoadedModel, load
+from batchwright.serve.loading.weights import LoadedModel, load
+from batchwright.serve.sampling.params import SamplingParams
 from tests.serve.families import tiny_model
 from tests.serve.scripted import forced, reference, tokens_of, workload64
 

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.serve.constraint import Constraint
-from batchwright.serve.grammar import grammar_of
-from batchwright.serve.guidance import Vocabulary, tokenizer_of
-from batchwright.serve.masks import Masks
-from batchwright.serve.matcher import Grammar, Matcher
+from batchwright.serve.constraints.constraint import Constraint
+from batchwright.serve.constraints.grammar import grammar_of
+from batchwright.serve.constraints.guidance import Vocabulary, tokenizer_of
+from batchwright.serve.constraints.masks import Masks
+from batchwright.serve.constraints.matcher import Grammar, Matcher
 from tests.serve.constrained import allowed
 
 LETTERS = "ab0"

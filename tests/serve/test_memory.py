@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchwright.serve import native
+from batchwright.serve.decoders import native
 
 AROUND = 30 << 20
 """Bytes for the tokenizer, libraries that load with a model, and what the allocator keeps of reading the file."""
@@ -19,7 +19,7 @@ import json, re, sys
 import torch
 from batchwright import Engine
 from batchwright.serve.kernels.build import built
-from batchwright.serve.weights import load
+from batchwright.serve.loading.weights import load
 from tests.serve.scripted import forced, workload64
 
 def peak() -> int:

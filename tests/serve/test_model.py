@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from batchwright.errors import UnsupportedModel
-from batchwright.serve import linear, weights
-from batchwright.serve.linear import TorchLinear
-from batchwright.serve.model import Decoder, supported_shape
+from batchwright.serve.decoders import linear
+from batchwright.serve.decoders.linear import TorchLinear
+from batchwright.serve.decoders.model import Decoder, supported_shape
+from batchwright.serve.loading import weights
 from tests.serve.conftest import TINY, VARIANTS, DenseCache, MakeCheckpoint
 
 TOKENS_T = torch.randint(0, TINY["vocab_size"], (150,), generator=torch.Generator().manual_seed(1))

@@ -22,14 +22,15 @@ from torch import Tensor
 from batchwright.errors import ConfigError
 from batchwright.facts.shape import ModelShape
 from batchwright.policy.pages import Memory
-from batchwright.serve import native, weights
-from batchwright.serve.attention import LayerAttention, RowSpan, layout_order
-from batchwright.serve.backend import Quantization
+from batchwright.serve.decoders import native
+from batchwright.serve.decoders.attention import LayerAttention, RowSpan, layout_order
+from batchwright.serve.decoders.backend import Quantization
+from batchwright.serve.decoders.native import NativeOps
+from batchwright.serve.decoders.ops import Activation, Ops, TorchOps
 from batchwright.serve.engine import Engine
 from batchwright.serve.kernels import build, calls
 from batchwright.serve.kv import PagedKV
-from batchwright.serve.native import NativeOps
-from batchwright.serve.ops import Activation, Ops, TorchOps
+from batchwright.serve.loading import weights
 from tests.serve.conftest import MakeCheckpoint
 from tests.serve.scripted import forced
 

@@ -20,11 +20,13 @@ from batchwright.errors import ConfigError, MissingDependency, UnsupportedModel
 from batchwright.policy.pages import Memory
 from batchwright.policy.static import static
 from batchwright.policy.types import Chunk, StepPlan
-from batchwright.serve import native, openvino_executor, weights
+from batchwright.serve import openvino_executor
+from batchwright.serve.decoders import native
+from batchwright.serve.decoders.model import Decoder
 from batchwright.serve.engine import Engine
-from batchwright.serve.model import Decoder
+from batchwright.serve.loading import weights
 from batchwright.serve.openvino_executor import PAGE_SIZE, OpenVinoDecoder, OpenVinoExecutor, OpenVinoPending
-from batchwright.serve.params import SamplingParams
+from batchwright.serve.sampling.params import SamplingParams
 from batchwright.serve.sequences import RowResult
 from tests.serve.conftest import VARIANTS, MakeCheckpoint
 from tests.serve.scripted import forced, reference, reference_logits, tokens_of

@@ -15,12 +15,12 @@ from transformers import LlamaForCausalLM
 from batchwright.policy.continuous import Continuous, ContinuousSettings
 from batchwright.policy.pages import Memory
 from batchwright.policy.types import Scheduler
-from batchwright.serve import weights
-from batchwright.serve.attention import RowSpan
+from batchwright.serve.decoders.attention import RowSpan
 from batchwright.serve.engine import Engine
+from batchwright.serve.loading import weights
+from batchwright.serve.loading.weights import LoadedModel
 from batchwright.serve.openvino_executor import PAGE_SIZE, OpenVinoExecutor
 from batchwright.serve.sequences import Feed
-from batchwright.serve.weights import LoadedModel
 from tests.serve import test_reference
 from tests.serve.scripted import forced
 from tests.serve.test_openvino import Watched
@@ -114,7 +114,7 @@ import re, sys
 import openvino
 from batchwright import Engine, SamplingParams
 from batchwright.policy.pages import Memory
-from batchwright.serve import weights
+from batchwright.serve.loading import weights
 
 def peak() -> int:
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024

@@ -21,7 +21,7 @@ from batchwright.policy.types import StepPlan
 from batchwright.serve.engine import Engine, Policy
 from batchwright.serve.executor import TorchExecutor
 from batchwright.serve.outputs import Output
-from batchwright.serve.params import SamplingParams
+from batchwright.serve.sampling.params import SamplingParams
 from batchwright.testing import VirtualClock
 from tests.serve.scripted import (
     OverlappingExecutor,

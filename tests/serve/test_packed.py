@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from batchwright.errors import BrokenWeights, UnsupportedModel
-from batchwright.serve import weights
-from batchwright.serve.checkpoint import SafetensorsSource
-from batchwright.serve.packed import dequantised
+from batchwright.serve.loading import weights
+from batchwright.serve.loading.checkpoint import SafetensorsSource
+from batchwright.serve.loading.packed import dequantised
 from tests.serve.conftest import DenseCache
 from tests.serve.families import NUM_VOCAB, reference_logits, tiny_model
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from batchwright.errors import RequestError
-from batchwright.serve.params import SamplingParams, check_ids
+from batchwright.serve.sampling.params import SamplingParams, check_ids
 
 
 @pytest.mark.parametrize(

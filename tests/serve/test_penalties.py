@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from batchwright.serve.penalties import History, PenalisedRow, Penalties, penalise
+from batchwright.serve.sampling.penalties import History, PenalisedRow, Penalties, penalise
 from tests.serve.choosing import make_logits
 
 tokens = st.lists(st.integers(0, 20), max_size=40)

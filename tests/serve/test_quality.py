@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 
 from batchwright.policy.pages import Memory
-from batchwright.serve import native
-from batchwright.serve.attention import RowSpan
+from batchwright.serve.decoders import native
+from batchwright.serve.decoders.attention import RowSpan
+from batchwright.serve.decoders.model import Decoder
 from batchwright.serve.engine import Engine
 from batchwright.serve.kv import PagedKV
-from batchwright.serve.model import Decoder
-from batchwright.serve.weights import load
+from batchwright.serve.loading.weights import load
 from tests.serve.scripted import forced, workload64
 
 JOBS = workload64()[::8]

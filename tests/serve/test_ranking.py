@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.serve.ranking import likeliest, ranked
+from batchwright.serve.sampling.ranking import likeliest, ranked
 from tests.serve.choosing import make_logits
 
 levels = st.sampled_from([-math.inf, -3.0, -0.0, 0.0, 1e-40, 1.0, 2.5])

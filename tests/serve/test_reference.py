@@ -19,14 +19,15 @@ from batchwright.policy.dynamic import DynamicSettings, dynamic
 from batchwright.policy.pages import Memory
 from batchwright.policy.static import one_by_one, static
 from batchwright.policy.types import Scheduler
-from batchwright.serve import linear, native, weights
-from batchwright.serve.backend import Backend
+from batchwright.serve.decoders import linear, native
+from batchwright.serve.decoders.backend import Backend
 from batchwright.serve.engine import Engine, Policy
-from batchwright.serve.gguf_config import config_of_gguf
-from batchwright.serve.gguf_file import GgufFile
-from batchwright.serve.gguf_model import GgufSource
-from batchwright.serve.locate import default_path
-from batchwright.serve.weights import LoadedModel
+from batchwright.serve.loading import weights
+from batchwright.serve.loading.gguf_config import config_of_gguf
+from batchwright.serve.loading.gguf_file import GgufFile
+from batchwright.serve.loading.gguf_model import GgufSource
+from batchwright.serve.loading.locate import default_path
+from batchwright.serve.loading.weights import LoadedModel
 from tests.serve.scripted import Job, WatchedExecutor, forced, workload64
 
 NEAR_TIE = 1e-4  # where the reference's two best logits are closer, either is right

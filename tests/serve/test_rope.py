@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from batchwright.errors import BrokenWeights, UnsupportedModel
 from batchwright.facts.shape import ModelShape
-from batchwright.serve.rope import Rotation, frequencies, interleave, rotate, rotation, rotations
+from batchwright.serve.decoders.rope import Rotation, frequencies, interleave, rotate, rotation, rotations
 from tests.serve.conftest import LLAMA3_ROPE, TINY
 
 PUBLISHED: dict[str, dict[str, Any]] = {

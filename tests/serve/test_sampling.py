@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from batchwright.serve import rows as rows_module
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.sampling import Row, Sampled, Sampler
+from batchwright.serve.sampling import rows as rows_module
+from batchwright.serve.sampling.params import SamplingParams
+from batchwright.serve.sampling.sampler import Row, Sampled, Sampler
 from tests.serve.choosing import (
     CPU,
     Asked,

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from batchwright.serve.compiler import Compiler
-from batchwright.serve.constraint import Constraint
-from batchwright.serve.gguf_file import GgufFile
-from batchwright.serve.gguf_tokenizer import from_gguf
-from batchwright.serve.locate import default_path
-from batchwright.serve.tokenizer import Tokenizer
+from batchwright.serve.constraints.compiler import Compiler
+from batchwright.serve.constraints.constraint import Constraint
+from batchwright.serve.loading.gguf_file import GgufFile
+from batchwright.serve.loading.gguf_tokenizer import from_gguf
+from batchwright.serve.loading.locate import default_path
+from batchwright.serve.loading.tokenizer import Tokenizer
 from tests.serve.constrained import RandomModel
 
 NUM_VOCAB, END = 49_152, 2

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from batchwright.serve import rows
-from batchwright.serve.scoring import score
+from batchwright.serve.sampling import rows
+from batchwright.serve.sampling.scoring import score
 from tests.serve.choosing import make_logits
 
 

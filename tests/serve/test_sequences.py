@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from batchwright.policy.types import Chunk
-from batchwright.serve.sampling import Sampler
+from batchwright.serve.sampling.sampler import Sampler
 from batchwright.serve.sequences import Sequences
 from tests.serve.scripted import forced
 

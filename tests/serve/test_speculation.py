@@ -10,11 +10,11 @@ from batchwright.policy.continuous import Continuous, ContinuousSettings
 from batchwright.policy.pages import Memory
 from batchwright.policy.speculation import Speculation
 from batchwright.records import Recorder
-from batchwright.serve import native
+from batchwright.serve.decoders import native
 from batchwright.serve.engine import Engine
+from batchwright.serve.loading.weights import LoadedModel, load
 from batchwright.serve.outputs import Completion
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.weights import LoadedModel, load
+from batchwright.serve.sampling.params import SamplingParams
 from tests.serve.scripted import OverlappingExecutor, forced, tiny, tokens_of, workload64
 
 EAGER = Speculation(max_drafts=6, position_cost=0)

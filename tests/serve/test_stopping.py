@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from batchwright.serve.params import SamplingParams
+from batchwright.serve.sampling.params import SamplingParams
 from batchwright.serve.stopping import StopChecker
 
 EOS = 2

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer as Core
 from transformers import AutoTokenizer, GemmaTokenizer, PreTrainedTokenizerFast
 
 from batchwright.errors import BrokenWeights, RequestError, UnsupportedModel
-from batchwright.serve.gguf_file import GgufFile
-from batchwright.serve.gguf_tokenizer import _LLAMA3_SPLIT, from_gguf
-from batchwright.serve.locate import default_path
-from batchwright.serve.tokenizer import _BYTE_OF_CHARACTER, Tokenizer, from_directory
+from batchwright.serve.loading.gguf_file import GgufFile
+from batchwright.serve.loading.gguf_tokenizer import _LLAMA3_SPLIT, from_gguf
+from batchwright.serve.loading.locate import default_path
+from batchwright.serve.loading.tokenizer import _BYTE_OF_CHARACTER, Tokenizer, from_directory
 
 ODD_TEXTS = [
     "",

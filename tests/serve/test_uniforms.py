@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchwright.serve.uniforms import _mixed, streams, uniforms
+from batchwright.serve.sampling.uniforms import _mixed, streams, uniforms
 
 MASK = (1 << 64) - 1
 seeds = st.integers(-(1 << 63), MASK)

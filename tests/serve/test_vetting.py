@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from batchwright.errors import RequestError
-from batchwright.serve.compiler import MAX_KEPT, Compiler
-from batchwright.serve.constraint import Constraint
-from batchwright.serve.gguf_file import GgufFile
-from batchwright.serve.gguf_tokenizer import from_gguf
-from batchwright.serve.locate import default_path
-from batchwright.serve.matcher import Matcher
-from batchwright.serve.tokenizer import Tokenizer
+from batchwright.serve.constraints.compiler import MAX_KEPT, Compiler
+from batchwright.serve.constraints.constraint import Constraint
+from batchwright.serve.constraints.matcher import Matcher
+from batchwright.serve.loading.gguf_file import GgufFile
+from batchwright.serve.loading.gguf_tokenizer import from_gguf
+from batchwright.serve.loading.locate import default_path
+from batchwright.serve.loading.tokenizer import Tokenizer
 
 NUM_VOCAB, END = 49_152, 2
 
@@ -285,5 +285,7 @@ def test_no_child_outlives_its_compiler(tokenizer: Tokenizer) -> None:
 
 def test_the_child_starts_light() -> None:
     """What it imports is there in a fraction of the time and memory that torch takes."""
-    program = "import sys, batchwright.serve.vetting; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    program = (
+        "import sys, batchwright.serve.constraints.vetting; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], env=os.environ, check=False).returncode == 0

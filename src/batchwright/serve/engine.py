@@ -23,12 +23,12 @@ from batchwright.serve.choices import Choices
 from batchwright.serve.executor import Executor
 from batchwright.serve.intake import Intake, Work, seconds
 from batchwright.serve.live import LiveRequest
+from batchwright.serve.loading.weights import LoadedModel, LoadOptions, load
 from batchwright.serve.outputs import Completion, Output, completed
-from batchwright.serve.params import SamplingParams
 from batchwright.serve.prompts import Adapters, Params, Prompt, as_prompts, paired, tokenizer_of
+from batchwright.serve.sampling.params import SamplingParams
 from batchwright.serve.sequences import RowResult
 from batchwright.serve.stepping import Step, Stepper
-from batchwright.serve.weights import LoadedModel, LoadOptions, load
 
 Policy = Callable[[Memory], Scheduler]
 

@@ -16,14 +16,14 @@ from torch import Tensor
 from batchwright.errors import ConfigError
 from batchwright.policy.pages import Memory
 from batchwright.policy.types import StepPlan
-from batchwright.serve.adapters import Adapter, StepAdapters
-from batchwright.serve.attention import RowSpan, layout_order
-from batchwright.serve.foreign import ForeignDecoder
+from batchwright.serve.decoders.adapters import Adapter, StepAdapters
+from batchwright.serve.decoders.attention import RowSpan, layout_order
+from batchwright.serve.decoders.foreign import ForeignDecoder
+from batchwright.serve.decoders.model import Decoder
 from batchwright.serve.kv import PagedKV
-from batchwright.serve.model import Decoder
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.sampling import Sampler
-from batchwright.serve.scoring import Score, score
+from batchwright.serve.sampling.params import SamplingParams
+from batchwright.serve.sampling.sampler import Sampler
+from batchwright.serve.sampling.scoring import Score, score
 from batchwright.serve.sequences import NO_EXTRAS, Extras, Feed, RowResult, Sequences
 
 _NUM_SCORED_AT_ONCE = 64

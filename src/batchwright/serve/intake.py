@@ -9,17 +9,17 @@ from threading import Lock
 from typing import NamedTuple
 
 from batchwright.errors import ConfigError, RequestError
-from batchwright.serve.adapter_file import load_adapter
-from batchwright.serve.adapters import Adapter
-from batchwright.serve.bad_words import bad_word_ids
-from batchwright.serve.compiler import Compiler
-from batchwright.serve.constraint import Constraint
-from batchwright.serve.matcher import Grammar, Matcher
-from batchwright.serve.model import Decoder
-from batchwright.serve.params import SamplingParams, check_ids
+from batchwright.serve.constraints.compiler import Compiler
+from batchwright.serve.constraints.constraint import Constraint
+from batchwright.serve.constraints.matcher import Grammar, Matcher
+from batchwright.serve.decoders.adapters import Adapter
+from batchwright.serve.decoders.model import Decoder
+from batchwright.serve.loading.adapter_file import load_adapter
+from batchwright.serve.loading.weights import LoadedModel
 from batchwright.serve.prompts import Prompt, token_ids, tokenizer_of
+from batchwright.serve.sampling.bad_words import bad_word_ids
+from batchwright.serve.sampling.params import SamplingParams, check_ids
 from batchwright.serve.sequences import Extras
-from batchwright.serve.weights import LoadedModel
 
 _LONGEST = 1e9  # seconds, of any wait
 

@@ -6,12 +6,12 @@ from batchwright.records import FinishReason
 from batchwright.serve.choices import Choices
 from batchwright.serve.intake import Work
 from batchwright.serve.keys import PageKeys
+from batchwright.serve.loading.weights import LoadedModel
 from batchwright.serve.outputs import Output
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.sampling import Sampled
-from batchwright.serve.scoring import Score
+from batchwright.serve.sampling.params import SamplingParams
+from batchwright.serve.sampling.sampler import Sampled
+from batchwright.serve.sampling.scoring import Score
 from batchwright.serve.stopping import StopChecker
-from batchwright.serve.weights import LoadedModel
 
 
 class LiveRequest:

@@ -24,11 +24,11 @@ from torch import Tensor
 from batchwright.errors import ConfigError, MissingDependency, RequestError, UnsupportedModel
 from batchwright.policy.pages import Memory
 from batchwright.policy.types import Chunk, StepPlan
-from batchwright.serve.attention import RowSpan
-from batchwright.serve.model import Take
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.recipe import recipe_of
-from batchwright.serve.sampling import Sampler
+from batchwright.serve.decoders.attention import RowSpan
+from batchwright.serve.decoders.model import Take
+from batchwright.serve.decoders.recipe import recipe_of
+from batchwright.serve.sampling.params import SamplingParams
+from batchwright.serve.sampling.sampler import Sampler
 from batchwright.serve.sequences import NO_EXTRAS, Extras, Feed, RowResult, Sequences
 
 PAGE_SIZE = 32
@@ -97,7 +97,7 @@ class OpenVinoDecoder:
         check_installed()
         import openvino
 
-        from batchwright.serve.openvino_graph import decoder_graph
+        from batchwright.serve.decoders.openvino_graph import decoder_graph
 
         recipe = recipe_of(config, freq_C)
         frequencies = recipe.attention[0].freq_C
@@ -197,7 +197,7 @@ class OpenVinoPages:
 
     def bind(self, request: Any) -> None:
         """Let `request` work on these pages."""
-        from batchwright.serve.openvino_graph import as_openvino
+        from batchwright.serve.decoders.openvino_graph import as_openvino
 
         for layer, (keys_PKSD, values_PKSD) in enumerate(self.pages_L2PKSD):
             request.set_tensor(f"key_cache.{layer}", as_openvino(keys_PKSD))

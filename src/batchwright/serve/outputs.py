@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from batchwright.records import FinishReason
-from batchwright.serve.scoring import Score
+from batchwright.serve.sampling.scoring import Score
 
 
 class Output(NamedTuple):

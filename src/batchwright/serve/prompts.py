@@ -5,9 +5,9 @@ from functools import partial
 from typing import Any
 
 from batchwright.errors import ConfigError, RequestError
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.tokenizer import Tokenizer
-from batchwright.serve.weights import LoadedModel
+from batchwright.serve.loading.tokenizer import Tokenizer
+from batchwright.serve.loading.weights import LoadedModel
+from batchwright.serve.sampling.params import SamplingParams
 
 Prompt = str | Sequence[int]
 """Text, or token ids: a list, or an array or tensor of one dimension."""

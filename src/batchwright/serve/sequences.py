@@ -18,13 +18,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from batchwright.policy.types import Chunk
-from batchwright.serve.adapters import Adapter
+from batchwright.serve.constraints.masks import Masks, PendingMasks
+from batchwright.serve.constraints.matcher import Matcher
+from batchwright.serve.decoders.adapters import Adapter
 from batchwright.serve.lookup import PromptLookup
-from batchwright.serve.masks import Masks, PendingMasks
-from batchwright.serve.matcher import Matcher
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.sampling import Row, Sampled, Sampler, Slot
-from batchwright.serve.scoring import Score
+from batchwright.serve.sampling.params import SamplingParams
+from batchwright.serve.sampling.sampler import Row, Sampled, Sampler, Slot
+from batchwright.serve.sampling.scoring import Score
 
 _FILLER_TOKEN = 0
 

@@ -12,7 +12,7 @@ text; `SamplingParams` bounds the number and the length of the stop strings, and
 from collections.abc import Collection
 
 from batchwright.records import FinishReason
-from batchwright.serve.params import SamplingParams
+from batchwright.serve.sampling.params import SamplingParams
 
 
 class StopChecker:

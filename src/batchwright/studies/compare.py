@@ -29,8 +29,8 @@ from batchwright.policy.static import one_by_one, static
 from batchwright.policy.types import Refused, Request, Scheduler
 from batchwright.records import Recorder, RequestRecord
 from batchwright.serve.engine import Engine, default_memory
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.weights import LoadedModel, load
+from batchwright.serve.loading.weights import LoadedModel, load
+from batchwright.serve.sampling.params import SamplingParams
 from batchwright.studies.comparison import (
     CompareSettings,
     Comparison,

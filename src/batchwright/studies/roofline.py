@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from batchwright.errors import ConfigError, InputError
 from batchwright.facts.hardware import Fact, Hardware
-from batchwright.serve import native
-from batchwright.serve.ops import TorchOps
+from batchwright.serve.decoders import native
+from batchwright.serve.decoders.ops import TorchOps
 from batchwright.units import format_bandwidth, format_bytes, format_flops_per_second
 
 MeasurableDtype = Literal["float32", "bfloat16", "float16"]

@@ -15,8 +15,8 @@ from zlib import crc32
 import msgspec
 
 from batchwright.errors import ConfigError, InputError, RequestError
-from batchwright.serve.params import SamplingParams
-from batchwright.serve.weights import LoadedModel
+from batchwright.serve.loading.weights import LoadedModel
+from batchwright.serve.sampling.params import SamplingParams
 from batchwright.traffic import TrafficRequest, limit, lognormal_lengths, read_trace, scale_lengths
 
 MAX_LINE_BYTES = 8 << 20

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from batchwright.serve.decoders.linear import GROUP
 from batchwright.serve.kernels.build import built
-from batchwright.serve.linear import GROUP
 
 PANEL = 32
 """Outputs that are packed together."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.serve.test_families import TOLERANCE, VARIANTS, loaded, worst_of_all
+from tests.serve.decoders.test_families import TOLERANCE, VARIANTS, loaded, worst_of_all
 
 pytestmark = pytest.mark.gpu
 

@@ -20,7 +20,7 @@ from batchwright.serve.sampling.params import SamplingParams
 from batchwright.serve.sampling.ranking import likeliest
 from batchwright.serve.sampling.rows import FOLD, Room
 from tests.serve.choosing import CPU, choose_at, make_logits
-from tests.serve.test_native import target
+from tests.serve.decoders.test_native import target
 
 __all__ = ["target"]  # a fixture
 

@@ -24,7 +24,7 @@ from batchwright.errors import BatchwrightError, BrokenWeights, InputError, Unsu
 from batchwright.serve.loading import weights
 from batchwright.serve.loading.hub import HubName, fetch
 from tests.serve.conftest import DenseCache, MakeCheckpoint
-from tests.serve.test_gguf import write_tiny
+from tests.serve.loading.test_gguf import write_tiny
 
 TOKEN = "hf_secretsecretsecretsecretsecretsecr"
 COMMITS = {"main": "a" * 40, "v2": "b" * 40}

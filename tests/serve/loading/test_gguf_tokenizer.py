@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Core
 
 from batchwright.errors import BrokenWeights
 from batchwright.serve.loading.gguf_tokenizer import from_gguf
-from tests.serve.test_tokenizer import ODD_TEXTS
+from tests.serve.loading.test_tokenizer import ODD_TEXTS
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 TEXTS = [*ODD_TEXTS, *topics.values()]

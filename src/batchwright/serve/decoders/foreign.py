@@ -121,19 +121,17 @@ class ForeignDecoder:
         """logits_RV in float32 of what `hidden` gave, or of any of its rows."""
         if not len(x_RE):
             return x_RE.new_empty((0, self.shape.vocab), dtype=torch.float32)
-        self._given.x_1RE = x_RE[None]
         logits_1RV: Tensor = self._model(inputs_embeds=x_RE[None], use_cache=False).logits
         return logits_1RV[0].float()
 
 
 class _Given(nn.Module):
-    """Stands where the model's body was and gives the hidden states it is told, so that the head runs by itself."""
+    """Stands where the model's body was and gives the hidden states it is given, so that the head runs by itself."""
 
     kind: type[Any]
-    x_1RE: Tensor
 
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return self.kind(last_hidden_state=self.x_1RE)
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
+        return self.kind(last_hidden_state=inputs_embeds)
 
 
 class ForeignOps:

@@ -64,11 +64,6 @@ class Tokenizer:
             raise UnsupportedModel("rendering the chat template", "the model has none", remedy)
         return self._template.render(messages, tools, self.special, add_generation_prompt=add_generation_prompt)
 
-    @property
-    def num_tokens(self) -> int:
-        """Size of the vocabulary, added tokens included."""
-        return int(self.core.get_vocab_size(with_added_tokens=True))
-
     def token_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary spells it, or None."""
         return self.core.token_to_id(token)

@@ -133,6 +133,33 @@ def test_a_clamped_limit_below_the_least_asked_for_is_a_limit() -> None:
     assert engine.num_live == engine.scheduler.load.pages_held == 0
 
 
+@pytest.mark.parametrize("calls", ["abort", "step"])
+def test_a_callback_may_call_the_engine_when_a_choice_ends(calls: str) -> None:
+    """Which may tell the last of the request before its own call has returned."""
+    engine = engine_of()
+    ends: list[int] = []
+
+    def listen(output: Output) -> None:
+        if output.finish_reason:
+            ends.append(output.choice)
+            engine.abort(output.request_id) if calls == "abort" else engine.step()
+
+    engine.submit(PROMPT, forced(3, n=2, temperature=1.0), on_output=listen)
+    while engine.num_live:
+        engine.step()
+    assert sorted(ends) == [0, 1]
+    assert len(engine.recorder.requests) == 2
+
+
+def test_a_wrong_arrival_leaves_nothing_behind() -> None:
+    engine = engine_of()
+    for arrival in ("x", float("nan")):
+        with pytest.raises(RequestError, match="arrival"):
+            engine.submit([1], forced(1), arrival=arrival)
+    assert engine.num_live == engine.scheduler.load.num_waiting == 0
+    assert engine.generate([[1, 2, 3]], forced(2))[0].finish_reason == "length"
+
+
 def test_a_callback_that_raises_ends_every_choice() -> None:
     engine = engine_of()
 

@@ -146,3 +146,18 @@ def test_what_cannot_be_constrained_is_refused() -> None:
         Constraint.choice("yes")
     with pytest.raises(RequestError, match="its constraint says where the output ends"):
         SamplingParams(constraint=Constraint.json_object(), ignore_eos=True)
+
+
+def test_a_malformed_schema_is_called_that(smollm2: LoadedModel) -> None:
+    """And the next one is none the worse for it."""
+    malformed = [
+        Constraint.json_schema({"type": [{}]}),
+        Constraint("json_schema", '{"type": "array", "minItems": 1e400, "items": {"type": "null"}}'),
+        Constraint("choice", "5"),
+    ]
+    engine = engine_of(smollm2)
+    for constraint in malformed:
+        with pytest.raises(RequestError, match="constraining output by a") as refused:
+            engine.submit("x", SamplingParams(constraint=constraint))
+        assert "MiB" not in refused.value.fact
+    assert holds(engine.generate(PROMPTS[1], params_of(1))[0], 1)

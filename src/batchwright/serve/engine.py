@@ -21,7 +21,8 @@ from batchwright.policy.types import Dropped, ItemOutcome, Refused, Request, Sch
 from batchwright.records import FinishReason, Recorder
 from batchwright.serve.choices import Choices
 from batchwright.serve.executor import Executor
-from batchwright.serve.intake import Intake, Work, seconds
+from batchwright.serve.intake import Intake, Work, moment, seconds
+from batchwright.serve.interrupts import uninterrupted
 from batchwright.serve.live import LiveRequest
 from batchwright.serve.loading.weights import LoadedModel, LoadOptions, load
 from batchwright.serve.outputs import Completion, Output, completed
@@ -158,47 +159,50 @@ class Engine:
             deadline=None if deadline is None else now + seconds("deadline", deadline),
             queue_timeout=None if queue_timeout is None else seconds("queue_timeout", queue_timeout),
         )
-        return self._submit(work, request, request_id, now if arrival is None else arrival, on_output)
+        return self._submit(
+            work, request, request_id, now if arrival is None else moment("arrival", arrival), on_output
+        )
 
     @_locked
     def _submit(
         self, work: Work, request: Request, request_id: str | None, arrival: float,
         on_output: Callable[[Output], None] | None,
     ) -> str:  # fmt: skip
-        params = work.params if work.params.seed is not None else replace(work.params, seed=self._num_submitted)
-        choices = Choices(self._checked_id(request_id), params, on_output)
-        number = self._num_submitted
+        with uninterrupted():  # half of it would leave the scheduler with a request that nobody knows
+            params = work.params if work.params.seed is not None else replace(work.params, seed=self._num_submitted)
+            choices = Choices(self._checked_id(request_id), params, on_output)
+            lives = self._lives(choices, params, work)
+            try:
+                self._enter(lives, work, request)
+            except BaseException:
+                for live in lives:
+                    self.scheduler.abort(live.id, self._clock())
+                    self.executor.remove(live.id)
+                raise
+            self._num_submitted += 1
+            self._requests[choices.id] = lives
+            for live in lives:
+                self._live[live.id] = live
+                self.recorder.arrived(live.id, arrival, len(work.tokens), live.max_tokens)
+        return choices.id
+
+    def _lives(self, choices: Choices, params: SamplingParams, work: Work) -> list[LiveRequest]:
+        """One for each choice, under ids that are free."""
+        number, page_size = self._num_submitted, self.memory.page_size
         lives = [
-            LiveRequest(
-                choices, index, choices.params_of(params, index), work, number, self.model, self.memory.page_size
-            )
-            for index in range(choices.num_computed)
+            LiveRequest(choices, i, choices.params_of(params, i), work, number, self.model, page_size)
+            for i in range(choices.num_computed)
         ]
         if taken := [live.id for live in lives[1:] if self._is_taken(live.id)]:
             raise RequestError(f"submit request {choices.id!r:.80}", f"id {taken[0]} is live", "use another id")
-        try:
-            for live in lives:
-                self.executor.add(live.id, work.tokens, live.params, work.extras(self.scheduler.max_drafts))
-            self._admit(lives, request)
-        except RequestError:
-            for live in lives:
-                self.executor.remove(live.id)
-            raise
-        self._num_submitted += 1
-        self._requests[choices.id] = lives
-        for live in lives:
-            self._live[live.id] = live
-            self.recorder.arrived(live.id, arrival, len(work.tokens), live.max_tokens)
-        return choices.id
+        return lives
 
-    def _admit(self, lives: Sequence[LiveRequest], request: Request) -> None:
-        """Queue every choice of a request, or none."""
-        now = self._clock()
-        for index, live in enumerate(lives):
-            answer = self.scheduler.add(replace(request, id=live.id, keys=live.prompt_keys), now)
+    def _enter(self, lives: Sequence[LiveRequest], work: Work, request: Request) -> None:
+        """Queue every choice of a request. Raises RequestError where one cannot run."""
+        for live in lives:
+            self.executor.add(live.id, work.tokens, live.params, work.extras(self.scheduler.max_drafts))
+            answer = self.scheduler.add(replace(request, id=live.id, keys=live.prompt_keys), self._clock())
             if isinstance(answer, Refused):
-                for other in lives[:index]:
-                    self.scheduler.abort(other.id, now)
                 raise RequestError(answer.asked, answer.fact, answer.remedy)
             live.admit(answer.max_tokens, self.model.eos_ids)
 
@@ -270,10 +274,11 @@ class Engine:
         try:
             for prompt, its_params, its_adapter in paired(as_prompts(prompts), params, adapter):
                 request_id = self._named()
+                mine[request_id] = its_params.n  # beforehand: an interrupt may strike when it has been submitted
                 try:
                     self.submit(prompt, its_params, request_id=request_id, adapter=its_adapter, on_output=inbox.append)
-                    mine[request_id] = its_params.n
                 except RequestError as error:
+                    del mine[request_id]
                     inbox.append(Output(request_id, None, "", "refused", str(error)))
             self.flush()
             while mine or inbox:
@@ -429,8 +434,8 @@ class Engine:
                 finally:
                     if output.finish_reason is not None:
                         self.recorder.ended(live.id, when, output.finish_reason, output.error)
-                        if live.choices.has_ended:
-                            del self._requests[live.choices.id]
+                        if live.choices.has_ended:  # a callback that steps may have told the last of it already
+                            self._requests.pop(live.choices.id, None)
 
     def _hand_out(self, live: LiveRequest, output: Output, shown: Output) -> Output:
         """Give `shown` to the client of `live`; `output` as it is then recorded."""

@@ -3,6 +3,7 @@
 Nothing here touches the engine's state, so threads may do it side by side, while a step runs.
 """
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -54,6 +55,8 @@ class Intake:
         if not isinstance(decoder, Decoder):
             fact = f"a {type(decoder).__name__} has no place for them: only families of our own do"
             raise ConfigError(f"add adapter {name!r} to {self._model.name}", fact, 'load it with backend="native"')
+        if not name:
+            raise ConfigError("add an adapter", "its name is empty", "give it one")
         self._adapters[name] = load_adapter(folder, decoder)
 
     def work(self, prompt: Prompt, params: SamplingParams, adapter: str | None) -> Work:
@@ -88,13 +91,21 @@ class Intake:
 
 
 def seconds(name: str, value: float) -> float:
-    """A duration as a finite float. Raises RequestError."""
+    """A duration as a float that is not too large. Raises RequestError."""
+    given = moment(name, value)
+    if not abs(given) < _LONGEST:
+        fact = f"the limit is {_LONGEST:g} s"
+        raise RequestError(f"submit a request with {name}={given}", fact, "give less, or None")
+    return given
+
+
+def moment(name: str, value: float) -> float:
+    """A time as a finite float. Raises RequestError."""
+    asked = f"submit a request with {name}={value!r:.40}"
     try:
         given = float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise RequestError(f"submit a request with {name}={value!r:.40}", str(error), "give seconds") from error
-    if not abs(given) < _LONGEST:
-        raise RequestError(
-            f"submit a request with {name}={given}", f"the limit is {_LONGEST:g} s", "give less, or None"
-        )
+        raise RequestError(asked, str(error), "give seconds") from error
+    if math.isnan(given):
+        raise RequestError(asked, "that is no number", "give seconds")
     return given

@@ -34,6 +34,8 @@ class Constraint:
         if self.kind not in MAX_CHARACTERS:
             kinds = ", ".join(MAX_CHARACTERS)
             raise RequestError(f"constraining output by a {self.kind!r:.80}", f"there are {kinds}", "use one of these")
+        if not isinstance(self.text, str):
+            raise RequestError(self.asked, f"{self.text!r:.80} is no text", "use the class method of that name")
         most = MAX_CHARACTERS[self.kind]
         if len(self.text) > most:
             fact = f"it has {len(self.text):,} characters, and at most {most:,} are taken"

@@ -66,6 +66,8 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     is_certain: bool = True
 
 
+_MALFORMED = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+
 READY = Verdict()
 LATE = Verdict(fact="compiling it takes longer", remedy="simplify it", is_certain=False)
 
@@ -199,6 +201,8 @@ class _Trial:
             grammar = grammar_of(Constraint(asked.kind, asked.text), after_space=asked.after_space)
         except RequestError as error:
             return Verdict(fact=error.fact, remedy=error.remedy)
+        except _MALFORMED as error:  # what clients send can hold anything where a number or a name is expected
+            return Verdict(fact=f"it is malformed: {type(error).__name__}: {error!s:.200}", remedy="correct it")
         compiled = build(self._tokenizer, grammar)
         if not compiled.is_error():
             both = [(compiled, 0), (compiled.deep_copy(), 1)]  # a single one would not leave this thread

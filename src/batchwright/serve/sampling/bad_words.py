@@ -36,6 +36,9 @@ def bad_word_ids(params: SamplingParams, tokenizer: Encoder) -> tuple[tuple[int,
         if not isinstance(word, str):
             sequences[word] = None
             continue
+        if not word.isascii() and any("\ud800" <= character <= "\udfff" for character in word):
+            asked = f"sampling with bad_words={word!r:.80}"
+            raise RequestError(asked, "it holds half a surrogate pair, which is no character", "remove it")
         bare, spaced = (
             tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
         )

@@ -217,6 +217,7 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
     {
         "max_tokens": (_whole(1), "an integer of at least 1"),
         "temperature": (_number(0), "a finite number of at least 0; 0 is greedy"),
+        "ignore_eos": (lambda value: isinstance(value, bool), "True or False"),
         "top_k": (_whole(0), "an integer of at least 0; 0 turns it off"),
         "top_p": (_share, "above 0 and at most 1; 1 turns it off"),
         "min_p": (_number(0, 1), "from 0 to 1; 0 turns it off"),

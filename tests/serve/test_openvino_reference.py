@@ -82,7 +82,8 @@ def logits_of(model: LoadedModel, prompt: list[int], output: tuple[int, ...]) ->
     tokens = [*prompt, *output]
     row = RowSpan(0, len(tokens), tuple(range(-(-len(tokens) // PAGE_SIZE))))
     executor = OpenVinoExecutor(model.decoder, Memory(len(row.table), PAGE_SIZE, 8192))
-    feed = Feed([tokens], list(range(len(prompt) - 1, len(tokens) - 1)), [])
+    feed = Feed(executor._sequences.sampler)
+    feed.tokens, feed.rows = [tokens], list(range(len(prompt) - 1, len(tokens) - 1))
     return executor._begin([row], feed).logits().clone()
 
 

@@ -16,6 +16,7 @@ from batchwright.serve.engine import Engine
 from batchwright.serve.sampling.params import SamplingParams
 from batchwright.serve.sampling.sampler import Row, Sampler
 from tests.serve.conftest import make_checkpoint  # noqa: F401 - a fixture
+from tests.serve.test_constrained_requests import PROMPTS, holds, params_of
 
 pytestmark = pytest.mark.gpu
 
@@ -74,3 +75,13 @@ def test_guesses_choices_and_scores_are_the_cpus(make_checkpoint: Callable[..., 
         scores = [one[0] for one in mine.prompt_logprobs if one]
         assert scores == pytest.approx([one[0] for one in theirs.prompt_logprobs if one], abs=1e-4)
     assert sum(step.num_right for step in here.recorder.complete()[1])
+
+
+def test_constrained_requests_have_their_form() -> None:
+    """Masks are made in pinned memory while the forward runs, and some of the rows are free."""
+    engine = Engine("smollm2", memory=MEMORY, device="cuda")
+    completions = engine.generate(PROMPTS, [params_of(row) for row in range(len(PROMPTS))])
+    assert all(one.error is None for one in completions)
+    assert all(holds(one, row) for row, one in enumerate(completions) if one.finish_reason == "stop")
+    assert [one.finish_reason for one in completions].count("stop") >= 8
+    assert engine.scheduler.load.pages_held == 0

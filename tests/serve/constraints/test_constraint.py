@@ -255,16 +255,16 @@ def test_tokens_bytes_are_what_they_decode_to(kind: str, tokenizer: Tokenizer, d
     """Joined, those of any tokens that make text are the decoded text, but for a space that some drop at the start."""
     one = KINDS.get(kind, tokenizer)
     if kind not in VOCABULARIES:
-        VOCABULARIES[kind] = vocabulary_of(one, one.num_tokens + 7, [1])
+        VOCABULARIES[kind] = vocabulary_of(one, one.core.get_vocab_size() + 7, [1])
     vocabulary = VOCABULARIES[kind]
-    tokens = data.draw(st.lists(st.integers(0, one.num_tokens - 1) | st.integers(0, 6), max_size=12))
+    tokens = data.draw(st.lists(st.integers(0, one.core.get_vocab_size() - 1) | st.integers(0, 6), max_size=12))
     joined = b"".join(vocabulary.token_bytes[token] for token in tokens)
     text = one.decode(tokens, skip_special_tokens=True)
     if vocabulary.strips_space:
         joined = joined.removeprefix(b" ")
     if "\ufffd" not in text:
         assert text.encode() == joined
-    assert vocabulary.token_bytes[one.num_tokens :] == [b""] * 7
+    assert vocabulary.token_bytes[one.core.get_vocab_size() :] == [b""] * 7
 
 
 @pytest.mark.parametrize("kind", ["Llama 2", "Gemma"])

@@ -45,6 +45,11 @@ def spread(unit: str, values: Sequence[float]) -> dict[str, Any]:
     }
 
 
+def spreads(unit: str, results: Mapping[str, Mapping[int, Sequence[float]]]) -> dict[str, Any]:
+    """The same of every way and size."""
+    return {way: {str(num): spread(unit, times) for num, times in by_size.items()} for way, by_size in results.items()}
+
+
 def processor() -> str:
     """The CPU's name where the system tells it."""
     info = Path("/proc/cpuinfo")

@@ -137,13 +137,10 @@ def print_table(results: dict[str, dict[int, list[float]]]) -> None:
 
 def write(results: dict[str, dict[int, list[float]]], repeats: int) -> Path:
     """The dated file."""
-    spreads = {
-        way: {str(num): dated.spread("ms", times) for num, times in by_size.items()} for way, by_size in results.items()
-    }
     return dated.write(
         "engine",
         "milliseconds per step outside the executor: median step of every repeat",
-        spreads,
+        dated.spreads("ms", results),
         repeats=repeats,
         steps_per_repeat=NUM_STEPS,
     )

@@ -104,13 +104,10 @@ def print_table(results: dict[str, dict[int, list[float]]]) -> None:
 
 def write(results: dict[str, dict[int, list[float]]], repeats: int) -> Path:
     """The dated file."""
-    spreads = {
-        way: {str(num): dated.spread("ms", times) for num, times in by_size.items()} for way, by_size in results.items()
-    }
     return dated.write(
         "scheduler",
         "milliseconds per plan + commit: median step of every repeat",
-        spreads,
+        dated.spreads("ms", results),
         repeats=repeats,
         steps_per_repeat=STEPS_PER_REPEAT,
     )

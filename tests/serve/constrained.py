@@ -18,6 +18,9 @@ def allowed(bits_W: torch.Tensor) -> np.ndarray:
     return np.flatnonzero(np.unpackbits(bits_W.numpy().view(np.uint8), bitorder="little"))
 
 
+NUM_VOCAB, END = 49_152, 2  # of SmolLM2
+
+
 class RandomModel:
     """Chooses among the allowed tokens at random; past `ENOUGH` it mostly takes what closes something, or a hint."""
 

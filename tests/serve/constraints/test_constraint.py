@@ -21,13 +21,9 @@ from batchwright.serve.constraints.constraint import MAX_CHARACTERS, Constraint
 from batchwright.serve.constraints.guidance import Vocabulary
 from batchwright.serve.constraints.masks import Masks
 from batchwright.serve.constraints.vocabulary import vocabulary_of
-from batchwright.serve.loading.gguf_file import GgufFile
-from batchwright.serve.loading.gguf_tokenizer import from_gguf
-from batchwright.serve.loading.locate import default_path
 from batchwright.serve.loading.tokenizer import Tokenizer
-from tests.serve.constrained import RandomModel, allowed
+from tests.serve.constrained import END, NUM_VOCAB, RandomModel, allowed
 
-NUM_VOCAB, END = 49_152, 2
 ODD_TEXTS = [
     "yes",
     "yes, but",
@@ -44,16 +40,6 @@ ODD_TEXTS = [
     "{}",
     "<|im_end|>",
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return from_gguf(GgufFile(default_path()).metadata)
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> Compiler:
-    return Compiler(tokenizer, NUM_VOCAB, [END])
 
 
 def written(constraints: list[Constraint], compiler: Compiler, tokenizer: Tokenizer, seed: int) -> list[str]:

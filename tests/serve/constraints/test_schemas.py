@@ -10,13 +10,9 @@ from jsonschema import Draft202012Validator
 
 from batchwright.serve.constraints.compiler import Compiler
 from batchwright.serve.constraints.constraint import Constraint
-from batchwright.serve.loading.gguf_file import GgufFile
-from batchwright.serve.loading.gguf_tokenizer import from_gguf
-from batchwright.serve.loading.locate import default_path
 from batchwright.serve.loading.tokenizer import Tokenizer
-from tests.serve.constrained import RandomModel
+from tests.serve.constrained import END, NUM_VOCAB, RandomModel
 
-NUM_VOCAB, END = 49_152, 2
 NAMES = ["id", "name", "größe", 'quo"te', "a b", "", "kind", "tags", "line\nbreak", "back\\slash", "x" * 30]
 VALUES: list[Any] = [None, True, 0, -7, 2.5, "", "red", 'say "hi"', "日本", "a\\b\n", [], [1, "x"], {}, {"k": [None]}]
 PATTERNS = [
@@ -28,16 +24,6 @@ PATTERNS = [
     r"^[a-z]{1,3}@x\.com$",
     "^é*[^é]$",
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return from_gguf(GgufFile(default_path()).metadata)
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> Compiler:
-    return Compiler(tokenizer, NUM_VOCAB, [END])
 
 
 class Schemas:
